@@ -72,7 +72,8 @@ class Keys:
     keys: tuple[Any, ...]
 
     def __repr__(self) -> str:
-        return f"{len(self.keys)} keys, {', '.join(map(repr, self.keys[:3]))}{', ...' if len(self.keys) > 3 else ''}"
+        shown = [repr(key) for key in self.keys[:3] if isinstance(key, str | int)]  # others may have an address
+        return ", ".join([f"{len(self.keys)} keys", *shown, *["..."][: len(self.keys) - len(shown)]])
 
 
 @dataclass(frozen=True)

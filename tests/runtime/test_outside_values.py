@@ -228,6 +228,8 @@ def test_what_no_code_looks_for_may_come(one_rank: DeviceMesh, world: World, cha
         ("getattr", f"global {__name__}.WORLD.config has k: False -> True"),
         ("in a dict", f"global {__name__}.WORLD.table has 'b': False -> True"),
         ("the first item", f"global {__name__}.WORLD.order (keys): 2 keys, 'a', 'b' -> 2 keys, 'b', 'a'"),
+        ("items of a set", f"global {__name__}.WORLD.names is another: a set of 1"),
+        ("a key that is a class", f"global {__name__}.WORLD.by_class.Base: 1.0 -> 2.0"),
         ("another keyword's default", f"global {__name__}.WORLD.given.__kwdefaults__.more: 1.0 -> 2.0"),
         ("is a level logged", f"global logging.getLogger({LOGGER.name!r}).isEnabledFor(10): False -> True"),
     ],

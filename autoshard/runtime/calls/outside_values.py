@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
 from operator import attrgetter, is_, is_not, itemgetter
@@ -19,6 +20,16 @@ from passes._torch import OUTSIDE_GONE, Keys, OutsideRead
 
 _SETS = (set, frozenset)
 _SIZED = (list, tuple, dict, deque, *_SETS)
+
+
+@dataclass(frozen=True)
+class _Items:
+    """The items of a set, told by their number: their order is another on each rank."""
+
+    items: frozenset[Any]
+
+    def __repr__(self) -> str:
+        return f"a set of {len(self.items)}"
 
 
 class OutsideValues:
@@ -101,7 +112,7 @@ def _described(value: Any) -> Any:
     if isinstance(value, Keys):
         return Keys(tuple(Same(key) if isinstance(key, torch.Tensor) else key for key in value.keys))
     if isinstance(value, _SIZED):
-        return type(value), len(value) if not isinstance(value, _SETS) else frozenset(value)
+        return type(value), _Items(frozenset(value)) if isinstance(value, _SETS) else len(value)
     if is_constant(value):
         return of_constant(value)
     return Same(value) if callable(value) or isinstance(value, torch.Tensor | ModuleType) else Same(type(value))

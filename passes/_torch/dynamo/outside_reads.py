@@ -89,7 +89,7 @@ def _question(guard: Guard) -> tuple[_Steps, str]:
     if kind in _HAS_KEY and isinstance(guard.originating_source, TypeDictSource):
         return ((getattr, "__dict__"), (contains, given["key"])), f" itself has {given['key']}"
     if kind in _HAS_KEY:
-        return ((contains, given["key"]),), f" has {given['key']!r}"
+        return ((contains, given["key"]),), f" has {_named(given['key'])}"
     return (((_keys, None),), " (keys)") if kind in _HAS_KEYS else ((), "")
 
 
@@ -173,9 +173,15 @@ def _place(source: Source, module: torch.nn.Module, imports: Mapping[str, str]) 
             is_item = not isinstance(source, AttrSource) and not isinstance(base, TypeDictSource)
             found = OutsideRead("", root, (*steps, (getitem if is_item else getattr, key)))
             inner = found.value()
-            return _root(inner) if isinstance(inner, ModuleType) else (root, found.steps, f"{name}.{key}")
+            named = key if isinstance(key, str) else _named(key)
+            return _root(inner) if isinstance(inner, ModuleType) else (root, found.steps, f"{name}.{named}")
         case _:
             raise LookupError(source)
+
+
+def _named(key: Any) -> str:
+    """Return a name of a key that is the same on all ranks: no address of an object, no order of a set."""
+    return repr(key) if isinstance(key, str | bytes | int | float | None) else getattr(key, "__qualname__", type(key).__name__)
 
 
 def _root(found: Any) -> _Place:
