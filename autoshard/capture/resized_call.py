@@ -27,7 +27,7 @@ from autoshard.capture.fake_module import FakeModule
 from autoshard.capture.flat_call import FlatCall, unreturned
 from autoshard.capture.python_state import Functions, Held
 from autoshard.capture.signature import Call, InputSpec, NotReturned, Outputs, describe_output
-from passes._torch import CalledFunction, as_traced, called_functions, name_of
+from passes._torch import CalledFunction, as_traced, called_functions, name_of, quiet_loggers
 from passes.ir.graph import Input, InputRole
 
 _log = logging.getLogger("autoshard.capture")
@@ -138,14 +138,9 @@ def _run(fake: FakeModule, call: Call, leaves: Mapping[str, Any], mode: Any) -> 
 @contextmanager
 def quiet() -> Iterator[None]:
     """Log, print and warn nothing: dynamo leaves such calls out, too."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with redirect_stdout(io.StringIO()), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)
+    with quiet_loggers(), redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _graph(earlier: FlatCall, tensors: Mapping[Input, torch.Tensor], run: _Run) -> GraphModule:

@@ -86,12 +86,14 @@ try:
     from passes._torch.operators.neighbours import SEND
     from passes._torch.operators.reversed_cumsum import REVERSED_CUMSUM
     from passes._torch.operators.symmetric import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, reserve_symmetric_memory
+    from passes._torch.patches import quiet_loggers
     from passes._torch.pytree import TreeSpec, flatten_pytree, map_pytree, unflatten_pytree
     from passes._torch.recompute_tags import checkpoint_of, clear_checkpoint, tag_recompute, tag_save
     from passes._torch.results import (
         OUTSIDE_GONE,
         InductorCode,
         JointGraph,
+        Keys,
         LeftOut,
         OutsideRead,
         SideEffect,
@@ -116,6 +118,7 @@ __all__ = [
     "FakeTensorMode",
     "InductorCode",
     "JointGraph",
+    "Keys",
     "LeftOut",
     "MATMUL_REDUCE_SCATTER",
     "OUTSIDE_GONE",
@@ -169,6 +172,7 @@ __all__ = [
     "reentrant_checkpoint",
     "registered_group",
     "quiet_fakes",
+    "quiet_loggers",
     "refuse_wrong_views",
     "rehearsed",
     "relay_dtensor",

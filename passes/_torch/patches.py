@@ -22,7 +22,14 @@ For a block of code, in the thread that runs it (`replaced`); other threads use 
 | `TorchInGraphFunctionVariable.call_function` | | with a dtype of their own | |
 | `TensorVariable.var_getattr` | a call is traced | a view that is returned is in the graph | dynamo/module_trace.py |
 | `call_random_fn` | a call is traced | it tells of Python's random numbers | dynamo/module_trace.py |
+| `ConstDictVariable.getitem_const_raise_exception_if_absent`, | a call is traced | what code looks for | dynamo/absences.py |
+| `GetAttrBuiltinVariable._call_getattr`, | | has guards | |
+| `HasAttrBuiltinVariable.call_function`, | | | |
+| `CommonListMethodsVariable.call_method`, | | | |
+| `InstructionTranslatorBase.load_builtin_from_argval`, | | | |
+| `symbolic_convert.is_stdlib`, `generic_getattr` (2.14) | | | |
 | `warnings.showwarning` | a call is traced | dynamo reports side effects in a warning only | dynamo/side_effects.py |
+| `logging.Logger.callHandlers` | a call is run to compare it with a graph | it logs nothing | patches.py |
 | `nn.Module.__call__` | a call is run instead of traced by dynamo | ops are told their modules | direct_trace.py |
 | `transformer._detect_is_causal_mask` | a call is run instead of traced by dynamo | it asks for values | direct_trace.py |
 
@@ -50,6 +57,7 @@ Inductor's settings are set for each compilation (inductor/inductor_settings.py)
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -103,6 +111,13 @@ def _dispatcher(replacement: _Replacement) -> Callable[..., Any]:
         return replacement.chosen()(*args, **kwargs)
 
     return dispatch
+
+
+@contextmanager
+def quiet_loggers() -> Iterator[None]:
+    """Let loggers write nothing in this thread, at levels that stay as they are."""
+    with replaced(logging.Logger, "callHandlers", lambda logger, record: None):
+        yield
 
 
 def once(name: str, patch: Callable[[], None]) -> None:

@@ -49,20 +49,31 @@ OUTSIDE_GONE = (AttributeError, LookupError, TypeError, ValueError)  # the last 
 class OutsideRead:
     """A value that traced code reads from outside of its module and arguments, such as a global.
 
-    `steps` lead to it from `root`, a Python module, a class or the cell of a variable: each is the name of an attribute, or
-    the key of an item (True).
+    `steps` lead to it from `root`, a Python module, a class or the cell of a variable: each is a function of a value, such as
+    `getattr`, `operator.getitem`, `hasattr` or `operator.contains`, and its second argument.
     """
 
-    name: str  # "train.ALPHA"
+    name: str  # "train.ALPHA", "train.CONFIG has 'scale'"
     root: Any = field(repr=False)
-    steps: tuple[tuple[Any, bool], ...]
+    steps: tuple[tuple[Callable[[Any, Any], Any], Any], ...]
 
     def value(self) -> Any:
         """Return the value that it has now. Raises one of `OUTSIDE_GONE` where it is gone."""
         found = self.root
-        for key, is_item in self.steps:
-            found = found[key] if is_item else getattr(found, key)
+        for step, key in self.steps:
+            found = step(found, key)
         return found
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The keys of a dict in their order."""
+
+    keys: tuple[Any, ...]
+
+    def __repr__(self) -> str:
+        shown = [repr(key) for key in self.keys[:3] if isinstance(key, str | int)]  # others may have an address
+        return ", ".join([f"{len(self.keys)} keys", *shown, *["..."][: len(self.keys) - len(shown)]])
 
 
 @dataclass(frozen=True)

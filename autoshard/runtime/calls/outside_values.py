@@ -1,20 +1,35 @@
 """Notice changes of what captured code reads from outside of the model: globals, attributes of classes, variables of
-enclosing functions, and the functions that it calls."""
+enclosing functions, the functions that it calls, and whether there is what it looks for."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter, is_, itemgetter
+from itertools import takewhile
+from operator import attrgetter, is_, is_not, itemgetter
+from types import ModuleType
 from typing import Any
 
 import torch
 
 from autoshard.capture.signature import is_constant
 from autoshard.runtime.calls.descriptions import MISSING, Description, Entry, Missing, Same, of_constant
-from passes._torch import OUTSIDE_GONE, OutsideRead
+from passes._torch import OUTSIDE_GONE, Keys, OutsideRead
 
-_SIZED = (list, tuple, dict, set, frozenset)
+_SETS = (set, frozenset)
+_SIZED = (list, tuple, dict, deque, *_SETS)
+
+
+@dataclass(frozen=True)
+class _Items:
+    """The items of a set, told by their number: their order is another on each rank."""
+
+    items: frozenset[Any]
+
+    def __repr__(self) -> str:
+        return f"a set of {len(self.items)}"
 
 
 class OutsideValues:
@@ -54,7 +69,9 @@ class OutsideValues:
             now = [get() for get in self._getters]
         except OUTSIDE_GONE:
             return False
-        numbers: Iterable[int] = self._sized if all(map(is_, now, self._values)) else range(len(now))
+        numbers: Iterable[int] = self._sized
+        if not all(map(is_, now, self._values)):
+            numbers = {*numbers, *(number for number, moved in enumerate(map(is_not, now, self._values)) if moved)}
         if any(_described(now[number]) != self._described[number] for number in numbers):
             return False
         self._values = now
@@ -63,13 +80,22 @@ class OutsideValues:
 
 def _getter(read: OutsideRead) -> Callable[[], Any]:
     """Return a function that reads a value, and does little else."""
-    keys = [str(key) for key, is_item in read.steps if not is_item]
-    if len(keys) < len(read.steps):
+    keys = [str(key) for _, key in takewhile(lambda one: one[0] is getattr, read.steps)]
+    space, rest = getattr(read.root, "__dict__", {}), read.steps[len(keys) :]
+    if keys == ["__dict__"] and len(rest) == 1:
+        return partial(rest[0][0], space, rest[0][1])
+    if not keys:
         return read.value
-    space = getattr(read.root, "__dict__", {})
-    if len(keys) == 1 and keys[0] in space:
-        return partial(itemgetter(keys[0]), space)
-    return partial(attrgetter(".".join(keys)), read.root)
+    is_held = len(keys) == 1 and keys[0] in space
+    first = partial(itemgetter(keys[0]), space) if is_held else partial(attrgetter(".".join(keys)), read.root)
+    return partial(_followed, first, rest) if rest else first
+
+
+def _followed(first: Callable[[], Any], steps: Iterable[tuple[Callable[[Any, Any], Any], Any]]) -> Any:
+    found = first()
+    for step, key in steps:
+        found = step(found, key)
+    return found
 
 
 def _value(read: OutsideRead) -> Any:
@@ -83,8 +109,10 @@ def _described(value: Any) -> Any:
     """Describe a value: what is read of a list, dict or object is among the values itself."""
     if isinstance(value, Missing):
         return value
+    if isinstance(value, Keys):
+        return Keys(tuple(Same(key) if isinstance(key, torch.Tensor) else key for key in value.keys))
     if isinstance(value, _SIZED):
-        return type(value), len(value)
+        return type(value), _Items(frozenset(value)) if isinstance(value, _SETS) else len(value)
     if is_constant(value):
         return of_constant(value)
-    return Same(value) if callable(value) or isinstance(value, torch.Tensor) else Same(type(value))
+    return Same(value) if callable(value) or isinstance(value, torch.Tensor | ModuleType) else Same(type(value))

@@ -31,6 +31,7 @@ from autoshard.runtime.calls.buckets import padded
 from autoshard.runtime.calls.model_state import ModelStates
 from autoshard.runtime.calls.new_parameters import take_over
 from autoshard.runtime.calls.random_stream import RandomStream
+from autoshard.runtime.calls.torch_settings import torch_settings
 from autoshard.runtime.execution import Execution, LocalProgram, bind
 from autoshard.runtime.global_call import Splits, batch_of, tensors_of
 from autoshard.runtime.parameters import Place, lay_out
@@ -145,7 +146,7 @@ class RuntimeState:
         return (
             gradients,
             torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
-            torch.get_default_dtype(),
+            *torch_settings(),
             self.states.current,
         )
 

@@ -22,9 +22,10 @@ from torch._dynamo.variables.misc import IgnoredFunctionVariable, LoggingLoggerV
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
+from passes._torch.dynamo.absences import guard_absences
 from passes._torch.dynamo.clamping_branches import takes_branch
 from passes._torch.dynamo.numpy_numbers import READ_ATTRIBUTE, numpy_numbers
-from passes._torch.dynamo.outside_reads import outside_reads, readable_name
+from passes._torch.dynamo.outside_reads import level_read, outside_reads, readable_name
 from passes._torch.dynamo.side_effects import watch_side_effects
 from passes._torch.dynamo.substitutes import (
     UnknownLengthError,
@@ -35,13 +36,14 @@ from passes._torch.dynamo.substitutes import (
     teach_dynamo,
 )
 from passes._torch.patches import replaced
-from passes._torch.results import LeftOut, TracedModule, TraceFailure, names_read
+from passes._torch.results import LeftOut, OutsideRead, TracedModule, TraceFailure, names_read
 
 _IGNORE, _LOG = IgnoredFunctionVariable.call_function, LoggingLoggerVariable.call_method
 _SETATTR, _METHOD = SetAttrBuiltinVariable._call_setattr, TensorVariable.call_method
 _GETATTR: Any = getattr(TensorVariable, READ_ATTRIBUTE)
 _DRAW = user_defined.call_random_fn
 _OF_LOGGING = (logging.debug, logging.info, logging.warning, logging.error, logging.critical, logging.exception, logging.log)
+_OF_LEVELS = ("getEffectiveLevel", "isEnabledFor")
 _LEFT_OUT = {print, warnings.warn, logging.getLogger, *_OF_LOGGING, flex_attention_replaced, mask_not_compared}
 _ASSERT = symbolic_convert._detect_and_normalize_assert_statement
 
@@ -64,13 +66,15 @@ def trace_module(
         ignore_logging_functions=_logging_functions() | _LEFT_OUT,
     )
     teach_dynamo()
-    with config, watch_side_effects() as effects, _watch_messages() as left_out, _watch_draws() as draws, ExitStack() as stack:
+    with config, watch_side_effects() as effects, _watch_draws() as draws, ExitStack() as stack:
+        left_out, levels = stack.enter_context(_watch_messages())
         if not marks_leaves:
             stack.enter_context(replaced(SetAttrBuiltinVariable, "_call_setattr", _set_attribute))
         methods = partial(_call_method, marks_leaves=marks_leaves)
         stack.enter_context(replaced(TensorVariable, "call_method", methods))
         stack.enter_context(replaced(TensorVariable, READ_ATTRIBUTE, _get_attribute))
         stack.enter_context(numpy_numbers())
+        stack.enter_context(guard_absences())
         traced: Any = dynamo_graph_capture_for_export(module)(*args, **kwargs)
         check_selections(traced.graph)
     given = (*args, *kwargs.values())
@@ -87,7 +91,7 @@ def trace_module(
         tuple(effects),
         tuple(dict.fromkeys(left_out)),
         frozenset().union(*map(names_read, output.traced_code)),
-        outside_reads(output.output_graph.guards, module, output.import_sources),
+        (*outside_reads(output.output_graph.guards, module, output.import_sources), *dict.fromkeys(levels)),
         tuple(draws),
     )
 
@@ -125,9 +129,11 @@ def _is_plain(value: Any, requires_grad: Any) -> bool:
 
 
 @contextmanager
-def _watch_messages() -> Iterator[list[LeftOut]]:
-    """Leave out calls that write a message, and checks of values that only raise; collect what was left out."""
+def _watch_messages() -> Iterator[tuple[list[LeftOut], list[OutsideRead]]]:
+    """Leave out calls that write a message, and checks of values that only raise; collect what was left out, and the levels of
+    loggers that are asked for."""
     found: list[LeftOut] = []
+    levels: list[OutsideRead] = []
 
     def ignored(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         if variable.value is logging.getLogger:
@@ -138,8 +144,11 @@ def _watch_messages() -> Iterator[list[LeftOut]]:
         return _IGNORE(variable, tx, args, kwargs)
 
     def logged(variable: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
-        if name == "getEffectiveLevel":
-            return ConstantVariable.create(variable.value.getEffectiveLevel())
+        if name in _OF_LEVELS:
+            given = tuple(value.as_python_constant() for value in (*args, *kwargs.values()))
+            read = level_read(variable.value, name, given)
+            levels.append(read)
+            return ConstantVariable.create(read.value())
         found.append(LeftOut(f"Logger.{name}", _stack()))
         return _LOG(variable, tx, name, args, kwargs)
 
@@ -162,7 +171,7 @@ def _watch_messages() -> Iterator[list[LeftOut]]:
         replaced(LoggingLoggerVariable, "call_method", logged),
         replaced(symbolic_convert, "_detect_and_normalize_assert_statement", asserted),
     ):
-        yield found
+        yield found, levels
 
 
 @contextmanager
