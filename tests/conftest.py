@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 from collections.abc import Iterator
 
 import pytest
@@ -14,22 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 # Pytest adds its handler to loggers that do not propagate, which would turn on PyTorch's structured trace: every graph
 # would be written as text.
 logging.getLogger("torch.__trace").propagate = True
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let each process begin with its part of the slow tests and end with fast ones, so that all end at about the same time.
-
-    Processes begin with equal parts of the list, in order, and take over tests from each other at the end.
-    """
-    count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    slow = [item for item in items if item.get_closest_marker("slow") is not None]
-    fast = [item for item in items if item.get_closest_marker("slow") is None]
-    items[:] = [
-        item
-        for part in range(count)
-        for tests in (slow, fast)
-        for item in tests[part * len(tests) // count : (part + 1) * len(tests) // count]
-    ]
 
 
 def pytest_collection_finish() -> None:
