@@ -40,7 +40,7 @@ test: $(INSTALLED) ## lint, types and all tests: twenty to forty minutes on two 
 pytest: $(INSTALLED)
 	$(BIN)/python -m pytest -q -n 3 --dist worksteal
 
-test-fast: $(INSTALLED) ## the tests that take a few seconds at most and start no processes: about three minutes on two cores
+test-fast: $(INSTALLED) ## the tests that take a few seconds at most and start no processes: about eight minutes on two cores
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not gloo and not browser"
 
 test-browser: $(INSTALLED) ## open the page of a plan in a headless Chromium: CHROMIUM=path, one on PATH, Debian's, or playwright's
