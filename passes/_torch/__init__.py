@@ -99,6 +99,7 @@ try:
         SideEffect,
         TracedModule,
         TraceFailure,
+        followed,
         names_read,
     )
     from passes._torch.structured_trace import is_traced, trace_artifact
@@ -150,6 +151,7 @@ __all__ = [
     "fake_mode_of",
     "fake_view",
     "flatten_pytree",
+    "followed",
     "group_timeout",
     "in_backward",
     "in_forward_mode",

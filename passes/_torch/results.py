@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
@@ -59,10 +59,14 @@ class OutsideRead:
 
     def value(self) -> Any:
         """Return the value that it has now. Raises one of `OUTSIDE_GONE` where it is gone."""
-        found = self.root
-        for step, key in self.steps:
-            found = step(found, key)
-        return found
+        return followed(self.root, self.steps)
+
+
+def followed(value: Any, steps: Iterable[tuple[Callable[[Any, Any], Any], Any]]) -> Any:
+    """Return where the steps of an `OutsideRead` lead from a value."""
+    for step, key in steps:
+        value = step(value, key)
+    return value
 
 
 @dataclass(frozen=True)

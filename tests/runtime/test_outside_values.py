@@ -1,4 +1,4 @@
-"""What the code of a model looks for outside of it and does not find is looked for again before each call.
+"""Capture a model again when something appears outside of it that its code looked for and did not find.
 
 Each case is a function of the model's code, and a change of what it reads. After the change, outputs have to be those of one
 device, from a second program; in `test_changes.py` are the changes of values that are there at the first call.
@@ -165,8 +165,8 @@ class Model(nn.Linear):
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Undo what the cases change."""
-    deterministic, precision, mkldnn = torch.get_deterministic_debug_mode(), torch.get_float32_matmul_precision(), True
-    level = LOGGER.level
+    deterministic, precision = torch.get_deterministic_debug_mode(), torch.get_float32_matmul_precision()
+    mkldnn, level = torch.backends.mkldnn.enabled, LOGGER.level
     monkeypatch.setitem(globals(), "WORLD", World())
     monkeypatch.setattr(sys, "argv", ["train.py"])
     yield WORLD

@@ -16,7 +16,7 @@ import torch
 
 from autoshard.capture.signature import is_constant
 from autoshard.runtime.calls.descriptions import MISSING, Description, Entry, Missing, Same, of_constant
-from passes._torch import OUTSIDE_GONE, Keys, OutsideRead
+from passes._torch import OUTSIDE_GONE, Keys, OutsideRead, followed
 
 _SETS = (set, frozenset)
 _SIZED = (list, tuple, dict, deque, *_SETS)
@@ -88,14 +88,7 @@ def _getter(read: OutsideRead) -> Callable[[], Any]:
         return read.value
     is_held = len(keys) == 1 and keys[0] in space
     first = partial(itemgetter(keys[0]), space) if is_held else partial(attrgetter(".".join(keys)), read.root)
-    return partial(_followed, first, rest) if rest else first
-
-
-def _followed(first: Callable[[], Any], steps: Iterable[tuple[Callable[[Any, Any], Any], Any]]) -> Any:
-    found = first()
-    for step, key in steps:
-        found = step(found, key)
-    return found
+    return (lambda: followed(first(), rest)) if rest else first
 
 
 def _value(read: OutsideRead) -> Any:
