@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -19,11 +19,13 @@ from torch.distributed.tensor import DTensor
 from autoshard.capture.held_objects import copies_of_computed, reachable_tensors
 from autoshard.config.topology import mesh_of
 from autoshard.runtime.placements import Storage, dtensor_placements, layout_of_placements
+from autoshard.runtime.watch.call_watch import SharedCall, watch_of
 from passes._torch import (
     Box,
     dtensor_of_local,
     dtensor_spec,
     local_of_dtensor,
+    read_whole_numbers,
     refuse_wrong_views,
     relay_dtensor,
     shard_of,
@@ -33,6 +35,8 @@ from passes._torch import (
 from passes.errors import CaptureError, CompilerError, MeshError
 from passes.ir.layout import Layout, replicated
 from passes.ir.mesh import Mesh
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -87,9 +91,19 @@ def distributed_copy(module: nn.Module, place: Place, layouts: Mapping[str, Layo
     teach_checkpoints(_boxes)
     refuse_wrong_views()
     write_to_parts(part_like)
+    read_whole_numbers(_on_all_ranks)
     for child in copied.modules():
         child.register_load_state_dict_pre_hook(_take_parts)  # type: ignore[no-untyped-call]
     return copied
+
+
+def _on_all_ranks(tensor: DTensor, read: Callable[[], T]) -> T:
+    """Return `read()`, once the ranks of a DTensor's mesh agree that each of them reads: one alone would wait for the others."""
+    watch = watch_of(tensor.device_mesh.mesh.flatten().tolist())
+    if watch is None:
+        return read()
+    with watch.call(SharedCall("a read of a DTensor's number", note="item(), float(), bool() or a format", is_of_model=False)):
+        return read()
 
 
 def _device(tensor: torch.Tensor, place: Place) -> torch.device:

@@ -81,6 +81,11 @@ def write_to_parts(part_like: Callable[[torch.Tensor, DTensor], DTensor]) -> Non
     _module("dtensor_hooks").write_to_parts(part_like)
 
 
+def read_whole_numbers(on_all_ranks: Callable[[DTensor, Callable[[], Any]], Any]) -> None:
+    """Let `item()`, `float()`, `bool()` and formats of a DTensor of one number give that of all ranks, read by `on_all_ranks`."""
+    _module("dtensor_hooks").read_whole_numbers(on_all_ranks)
+
+
 def allow_in_compiled_code(subclass: type[torch.Tensor]) -> None:
     """Let compiled functions take tensors of `subclass`, which changes nothing below `__torch_function__`."""
     _module("dynamo.plain_subclasses").allow_in_compiled_code(subclass)

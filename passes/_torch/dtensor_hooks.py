@@ -139,6 +139,37 @@ def _fill(op: Any, args: tuple[DTensor, torch.Tensor], kwargs: Mapping[str, Any]
     return tensor.fill_(whole.item())
 
 
+def read_whole_numbers(on_all_ranks: Callable[[DTensor, Callable[[], Any]], Any]) -> None:
+    """Let `item()`, `float()`, `bool()` and formats of a DTensor of one number give that of all ranks.
+
+    torch reads this rank's: `p.grad.norm().item()` is the norm of a part, and a parameter of one number that is sharded has none
+    on other ranks. A number that ranks have parts of is gathered by `on_all_ranks`, which gets the DTensor and the work to do.
+    """
+    once("DTensor's numbers", lambda: _read_together(on_all_ranks))
+
+
+def _read_together(on_all_ranks: Callable[[DTensor, Callable[[], Any]], Any]) -> None:
+    def read(op: Any, args: tuple[DTensor], kwargs: Mapping[str, Any]) -> Any:
+        tensor = args[0].detach()
+        if _is_whole(tensor):
+            return local_of_dtensor(tensor).item()
+        return on_all_ranks(tensor, lambda: tensor.full_tensor().item())
+
+    written: Any = DTensor.__format__
+
+    def formatted(self: DTensor, spec: str) -> str:
+        is_number = self.dim() == 0 and (spec or _is_whole(self))  # without a format, ranks' parts are shown as they are
+        return format(self.item(), spec) if is_number else str(written(self, spec))
+
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+    handlers[torch.ops.aten._local_scalar_dense.default] = read
+    DTensor.__format__ = formatted  # type: ignore[method-assign]
+
+
+def _is_whole(tensor: DTensor) -> bool:
+    return all(placement.is_replicate() for placement in tensor.placements)
+
+
 def _changed(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
     """Yield the tensors that an op writes to."""
     for position, name in _written_arguments(op):

@@ -83,8 +83,20 @@ CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
 }
 
 
-def _wrong_changes(rank: int) -> list[str]:
-    """Return the changes in place after which a DTensor is not what a plain tensor is."""
+NUMBERS: dict[str, Callable[[torch.Tensor], object]] = {
+    "norm": lambda weight: round(weight.norm().item(), 3),
+    "largest": lambda weight: float(weight.max()),
+    "mean": lambda weight: weight.mean().item(),
+    "any": lambda weight: bool((weight > 40).any()),
+    "count": lambda weight: int((weight > 3).sum()),
+    "all are finite": lambda weight: "yes" if torch.isfinite(weight).all() else "no",
+    "format": lambda weight: f"{weight.norm():.3f} and {weight[3, 2]}",
+    "scalar": lambda weight: weight.data[6:7, 5:6].item(),
+}
+
+
+def _wrong(rank: int) -> list[str]:
+    """Return the changes in place after which a DTensor is not what a plain tensor is, and numbers that are read wrongly."""
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # each of two axes gathers
     device_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     place, wrong = place_of(device_mesh), []
@@ -95,6 +107,8 @@ def _wrong_changes(rank: int) -> list[str]:
             for is_leaf in (True, False):
                 whole = nn.Parameter(torch.arange(rows * 6.0).view(rows, 6), requires_grad=is_leaf)
                 parts = distributed_parameter(whole, place, layout)
+                numbers = {} if name != "row" else NUMBERS
+                wrong += [f"{one} of {layout}" for one, read in numbers.items() if read(parts) != read(whole)]
                 with torch.no_grad():
                     change(whole)
                     change(parts)
@@ -105,6 +119,9 @@ def _wrong_changes(rank: int) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.gloo
-def test_a_part_that_is_changed_in_place_changes_the_parameter() -> None:
-    """DTensor gathers rows of several ranks into a copy, and changed that alone: a zeroed row of an embedding stayed."""
-    assert run_on_ranks(_wrong_changes, 4) == [[]] * 4
+def test_dtensors_are_changed_and_read_as_on_one_device() -> None:
+    """DTensor gathers rows of several ranks into a copy, and changed that alone: a zeroed row of an embedding stayed.
+
+    A number, such as the norm of a gradient, was that of this rank's part.
+    """
+    assert run_on_ranks(_wrong, 4) == [[]] * 4
