@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -150,7 +150,7 @@ def read_whole_numbers(on_all_ranks: Callable[[DTensor, Callable[[], Any]], Any]
 
 def _read_together(on_all_ranks: Callable[[DTensor, Callable[[], Any]], Any]) -> None:
     def read(op: Any, args: tuple[DTensor], kwargs: Mapping[str, Any]) -> Any:
-        tensor = args[0].detach()
+        tensor = cast(DTensor, args[0].detach())
         if _is_whole(tensor):
             return local_of_dtensor(tensor).item()
         return on_all_ranks(tensor, lambda: tensor.full_tensor().item())
@@ -163,7 +163,7 @@ def _read_together(on_all_ranks: Callable[[DTensor, Callable[[], Any]], Any]) ->
 
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     handlers[torch.ops.aten._local_scalar_dense.default] = read
-    DTensor.__format__ = formatted  # type: ignore[method-assign]
+    DTensor.__format__ = formatted  # type: ignore[method-assign, assignment]
 
 
 def _is_whole(tensor: DTensor) -> bool:
