@@ -1,4 +1,4 @@
-"""Say of a model that fails for a call what may be its cause: how inputs were joined, or parameters that were added."""
+"""Say of a model that fails for a call what may be its cause: how inputs were joined or given, or parameters that were added."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from autoshard.runtime.global_call import Splits, batch_of, global_call, tensors
 from passes.errors import CaptureError, UserError
 
 SHOWN = 2  # added parameters that a message lists
+UNPACKED: dict[object, str] = {tuple: "model(*model.shard(x))", dict: "model(**model.shard(x=x))"}  # by type of what `shard` returns
 
 
 def with_cause(
@@ -31,6 +32,9 @@ def with_cause(
     """
     if error.for_arguments and (added := _added(call.module, known)):
         return with_added(error, added)
+    kind = type(call.args[0]) if len(call.args) == 1 and not call.kwargs else None
+    if error.for_arguments and kind in UNPACKED:
+        return with_packed(error, UNPACKED[kind])
     joined = with_joined(error, call.module, call.args, call.kwargs, splits)
     return error if joined is None or _fails_for_part(call, splits, device, options) else joined
 
@@ -72,6 +76,15 @@ def with_added(error: CaptureError, names: Sequence[str]) -> CaptureError:
         f"{text.replace(AS_ON_ONE_DEVICE, '')}. Parameters were added after the model was sharded: "
         f"{', '.join(map(repr, names[:SHOWN]))}{more}; where their shapes are those of a rank's part of another parameter, add "
         f"them before autoshard(...){place}",
+        for_arguments=True,
+    )
+
+
+def with_packed(error: CaptureError, unpacked: str) -> CaptureError:
+    """Return the error of a model that fails for one tuple or dict, which `shard` may have returned, with how to unpack it."""
+    text, place = _parted(error)
+    return CaptureError(
+        f"{text}. The call has one argument, which is a container; where model.shard returned it, unpack it: {unpacked}{place}",
         for_arguments=True,
     )
 

@@ -115,6 +115,18 @@ def test_parameters_that_were_added_are_named_where_a_model_fails() -> None:
     )
 
 
+def test_a_container_that_shard_returned_is_to_be_unpacked() -> None:
+    planner = ProgramPlanner("cpu", Mesh("dp=2"), Options(recipe="fsdp"), None)
+    parts: Any = torch.zeros(3, 4)
+    ends = ". The call has one argument, which is a container; where model.shard returned it, unpack it: "
+    assert failure(planner, nn.Linear(4, 4), (parts,)) == (
+        "the model fails for these arguments, as it would on one device: linear(): argument 'input' (position 1) must be Tensor, "
+        f"not tuple{ends}model(*model.shard(x))"
+    )
+    told = failure(planner, nn.Linear(4, 4), {"input": parts})
+    assert told.endswith(f"not dict{ends}model(**model.shard(x=x))")
+
+
 def test_joined_inputs_are_named_where_a_model_fails_for_them() -> None:
     model, args, splits = torch.nn.Linear(4, 4), (torch.zeros(2, 4),), Splits(Mesh("dp=2"), (0,), None, is_planned=False)
     error = CaptureError("the model fails.\n  model.py:3: a @ b", for_arguments=True)
