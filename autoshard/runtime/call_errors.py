@@ -1,4 +1,4 @@
-"""Say of a model that fails for a call what may be its cause: how inputs were joined or given, or parameters that were added."""
+"""Say of a model that fails for a call what may be its cause: how inputs were joined or given, or added parameters."""
 
 from __future__ import annotations
 
