@@ -21,7 +21,7 @@ from autoshard.runtime.global_call import Splits, batch_of, global_call, tensors
 from passes.errors import CaptureError, UserError
 
 SHOWN = 2  # added parameters that a message lists
-UNPACKED: dict[object, str] = {tuple: "model(*model.shard(x))", dict: "model(**model.shard(x=x))"}  # by type of what `shard` returns
+UNPACKED: dict[object, str] = {tuple: "model(*model.shard(x))", dict: "model(**model.shard(x=x))"}  # by type
 
 
 def with_cause(
