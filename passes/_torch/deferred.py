@@ -68,22 +68,27 @@ def teach_checkpoints(boxes_of: Callable[[DTensor], Sequence[Box] | None]) -> No
 
     Tensors for which `boxes_of` returns None are saved and loaded by torch's own methods.
     """
-    _module("dtensor_hooks").teach_checkpoints(boxes_of)
+    _module("dtensor_hooks.checkpoints").teach_checkpoints(boxes_of)
 
 
 def refuse_wrong_views() -> None:
     """Let a view of a DTensor raise where torch would silently mix up its elements."""
-    _module("dtensor_hooks").refuse_wrong_views()
+    _module("dtensor_hooks.views").refuse_wrong_views()
 
 
 def write_to_parts(part_like: Callable[[torch.Tensor, DTensor], DTensor]) -> None:
     """Let a change in place of a part of a DTensor, `weight[0].zero_()`, change the DTensor; `part_like` cuts a whole one."""
-    _module("dtensor_hooks").write_to_parts(part_like)
+    _module("dtensor_hooks.views").write_to_parts(part_like)
 
 
 def read_whole_numbers(on_all_ranks: Callable[[DTensor, Callable[[], Any]], Any]) -> None:
     """Let `item()`, `float()`, `bool()` and formats of a DTensor of one number give that of all ranks, read by `on_all_ranks`."""
-    _module("dtensor_hooks").read_whole_numbers(on_all_ranks)
+    _module("dtensor_hooks.values").read_whole_numbers(on_all_ranks)
+
+
+def assign_to_parts(part_like: Callable[[torch.Tensor, DTensor], DTensor]) -> None:
+    """Let `weight.data = other` change a DTensor; `part_like` lays `other` out as it is."""
+    _module("dtensor_hooks.values").assign_to_parts(part_like)
 
 
 def allow_in_compiled_code(subclass: type[torch.Tensor]) -> None:

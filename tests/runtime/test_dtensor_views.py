@@ -1,4 +1,4 @@
-"""Views of parameters and gradients: refused where torch would mix up their elements, and written to as on one device."""
+"""Parameters and gradients are changed and read as on one device; views are refused where torch would mix up their elements."""
 
 from __future__ import annotations
 
@@ -31,13 +31,26 @@ check(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
 
 
 def check(mesh: DeviceMesh) -> None:
-    """Check which views of DTensors are refused once a module is sharded."""
+    """Check which views and data of DTensors are refused once a module is sharded."""
     distributed_copy(nn.Linear(8, 8), place_of(mesh), None)
     for shape, dim in (((4, 8), 1), ((2, 4, 8), 1), ((2, 4, 8), 2)):
         with pytest.raises(RuntimeError, match=rf"mix up .* dim {dim} of .* into others"):
             _on_two_axes(mesh, shape, dim).flatten()
     for shape, dim in (((4, 8), 0), ((1, 8), 1)):
         _on_two_axes(mesh, shape, dim).flatten()
+    weight = _on_two_axes(mesh, (2, 4, 8), 2)
+    with pytest.raises(RuntimeError) as error:
+        weight.data = torch.zeros(2, 4, 8)
+    assert str(error.value) == (
+        "a plain tensor of (2, 4, 8) is assigned to the data of a DTensor of (2, 4, 8), of which each rank has a part; assign a "
+        "DTensor, such as torch.zeros_like(weight), or load the tensor with model.load_state_dict({name: tensor}, strict=False)"
+    )
+    with pytest.raises(RuntimeError) as error:
+        weight.data = weight[0]
+    assert str(error.value) == (
+        "a DTensor of (4, 8) is assigned to the data of one of (2, 4, 8); to change the shape of a parameter, assign a new one, "
+        "module.weight = nn.Parameter(...), and build the optimizer again"
+    )
     _on_two_axes(mesh, (2, 4, 8), 2).flatten(0, 1)
     _on_two_axes(mesh, (4, 8), 1).unflatten(0, (2, 2))
 
@@ -49,7 +62,7 @@ def _on_two_axes(mesh: DeviceMesh, shape: tuple[int, ...], dim: int) -> DTensor:
     return DTensor.from_local(local, mesh, placements, shape=whole.shape, stride=whole.stride(), run_check=False)
 
 
-def test_views_that_torch_gets_wrong_are_refused() -> None:
+def test_views_and_data_that_torch_gets_wrong_are_refused() -> None:
     subprocess.run([sys.executable, "-c", FOUR_RANKS], check=True)
 
 
@@ -59,6 +72,16 @@ def _swap_rows(weight: torch.Tensor) -> None:
 
 def _set_row(weight: torch.Tensor) -> None:
     weight[0] = 0
+
+
+def _set_data(weight: torch.Tensor) -> None:
+    weight.data = weight.data.clamp(3, 20) * 2
+
+
+def _set_data_of_another(weight: torch.Tensor) -> None:
+    """Set data that is laid out in another way, and change it after that."""
+    weight.data = weight.data @ torch.ones_like(weight[:6]).detach()
+    weight.data.mul_(2)
 
 
 def _add_to_row(weight: torch.Tensor) -> None:
@@ -73,6 +96,8 @@ CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
     "rows": lambda weight: weight[:5].mul_(0.5),
     "columns": lambda weight: weight[:, 2:4].add_(1),
     "data": lambda weight: weight.data[3].fill_(7),
+    "data set": _set_data,
+    "data of another layout": _set_data_of_another,
     "chunk": lambda weight: weight.chunk(2)[0].zero_(),
     "parts": lambda weight: [part.mul_(i + 2) for i, part in enumerate(weight.split(3, 1))],
     "view of a view": lambda weight: weight[2:6][1].zero_(),

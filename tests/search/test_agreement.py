@@ -128,11 +128,12 @@ def test_the_model_prices_the_step_that_is_simulated(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "off"), [("fsdp", 0.04), ("megatron", 0.04), ("fsdp+megatron", 0.1)]
+    ("name", "off"), [("fsdp", 0.04), ("megatron", 0.025), ("fsdp+megatron", 0.1)]
 )
 def test_the_model_prices_the_step_where_a_slow_network_takes_most_of_it(name: str, off: float) -> None:
     """Links wait for the first gradient, padded weights are gathered again in the backward, and what kernels wait for in the
     backward hides beside no more than the products of weights' gradients: without, the first two were 0.94 and 0.95 of the step.
+    What hides there slows the path's kernels down instead: without, the second was 0.971.
     Messages inside a node and across slow kernels down at the same time. The last is priced too high, as buckets that grow send
     the first gradients earlier than the model counts."""
     objective, step = _objective_and_step(padded_heads(), name)

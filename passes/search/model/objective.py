@@ -70,7 +70,10 @@ def transition_terms(
             beside = np.minimum(beside, waits + hidden)
         else:
             beside, awaited = (np.minimum(seconds + copied, in_chunks) - copied for seconds in (beside, awaited))
-    on_path = nothing if value.hides else (local + awaited) * value.count
+    if not value.hides:
+        on_path = (local + awaited) * value.count
+    else:  # messages on the path leave no products of weights' gradients for this one, which slows the path's kernels down
+        on_path = costs.slowed.sum(0) * value.count if segment.is_backward else nothing
     again, slowed_again = unit_costs.split(costs.on_links, graph.segments[value.repeat_segment].exposed)
     repeats = _repeats(value, sources, same)
     on_links = costs.on_links * value.count

@@ -1,75 +1,20 @@
-"""Replace methods of DTensor for checkpoints, and correct what it does with views, once a module is sharded."""
+"""Refuse views of DTensors that torch gets wrong, and write back what is changed in a view that is a copy."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dispatch import OpDispatcher
 from torch.distributed.tensor._ops import _view_ops
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from passes._torch.dtensor import Box, local_of_dtensor
+from passes._torch.dtensor import local_of_dtensor
 from passes._torch.fake import shares_memory
 from passes._torch.patches import once
-
-
-def teach_checkpoints(boxes_of: Callable[[DTensor], Sequence[Box] | None]) -> None:
-    """Let `torch.distributed.checkpoint` save and load DTensors whose local part is several boxes.
-
-    torch takes every local part for one box, and would write one of several blocks (a sharded fused projection, say) to
-    wrong places without an error. No hook reaches the state of an optimizer, so the methods of DTensor are replaced,
-    once a module is sharded. Tensors for which `boxes_of` returns None are saved and loaded by torch's own methods.
-    """
-    once("DTensor's checkpoints", lambda: _put_in_hooks(boxes_of))
-
-
-def _put_in_hooks(boxes_of: Callable[[DTensor], Sequence[Box] | None]) -> None:
-    write_items: Any = DTensor.__create_write_items__
-    chunk_list: Any = DTensor.__create_chunk_list__
-    shard_at: Any = DTensor.__get_tensor_shard__
-
-    def create_write_items(self: DTensor, fqn: str, object: Any) -> Any:
-        boxes = boxes_of(self)
-        if boxes is None:
-            return write_items(self, fqn, object)
-        properties = TensorProperties.create_from_tensor(self.to_local())
-        return [
-            WriteItem(
-                MetadataIndex(fqn, torch.Size(box.offsets)),
-                WriteItemType.SHARD,
-                tensor_data=TensorWriteData(_chunk(box), properties, self.size()),
-            )
-            for box in boxes
-        ]
-
-    def create_chunk_list(self: DTensor) -> Any:
-        boxes = boxes_of(self)
-        return chunk_list(self) if boxes is None else [_chunk(box) for box in boxes]
-
-    def get_tensor_shard(self: DTensor, index: Any) -> torch.Tensor:
-        boxes = boxes_of(self)
-        if boxes is None:
-            whole: torch.Tensor = shard_at(self, index)
-            return whole
-        box = next(box for box in boxes if torch.Size(box.offsets) == index.offset)
-        part = self.to_local()
-        for dim, (start, length) in enumerate(zip(box.local_offsets, box.sizes, strict=True)):
-            part = part.narrow(dim, start, length)
-        return part
-
-    DTensor.__create_write_items__ = create_write_items  # type: ignore[method-assign]
-    DTensor.__create_chunk_list__ = create_chunk_list  # type: ignore[method-assign]
-    DTensor.__get_tensor_shard__ = get_tensor_shard  # type: ignore[method-assign]
-
-
-def _chunk(box: Box) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
 
 
 def refuse_wrong_views() -> None:
@@ -137,37 +82,6 @@ def _fill(op: Any, args: tuple[DTensor, torch.Tensor], kwargs: Mapping[str, Any]
     tensor, value = args
     whole = value.full_tensor() if isinstance(value, DTensor) else value
     return tensor.fill_(whole.item())
-
-
-def read_whole_numbers(on_all_ranks: Callable[[DTensor, Callable[[], Any]], Any]) -> None:
-    """Let `item()`, `float()`, `bool()` and formats of a DTensor of one number give that of all ranks.
-
-    torch reads this rank's: `p.grad.norm().item()` is the norm of a part, and a parameter of one number that is sharded has none
-    on other ranks. A number that ranks have parts of is gathered by `on_all_ranks`, which gets the DTensor and the work to do.
-    """
-    once("DTensor's numbers", lambda: _read_together(on_all_ranks))
-
-
-def _read_together(on_all_ranks: Callable[[DTensor, Callable[[], Any]], Any]) -> None:
-    def read(op: Any, args: tuple[DTensor], kwargs: Mapping[str, Any]) -> Any:
-        tensor = cast(DTensor, args[0].detach())
-        if _is_whole(tensor):
-            return local_of_dtensor(tensor).item()
-        return on_all_ranks(tensor, lambda: tensor.full_tensor().item())
-
-    written: Any = DTensor.__format__
-
-    def formatted(self: DTensor, spec: str) -> str:
-        is_number = self.dim() == 0 and (spec or _is_whole(self))  # without a format, ranks' parts are shown as they are
-        return format(self.item(), spec) if is_number else str(written(self, spec))
-
-    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
-    handlers[torch.ops.aten._local_scalar_dense.default] = read
-    DTensor.__format__ = formatted  # type: ignore[method-assign, assignment]
-
-
-def _is_whole(tensor: DTensor) -> bool:
-    return all(placement.is_replicate() for placement in tensor.placements)
 
 
 def _changed(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
