@@ -37,6 +37,7 @@ from passes.errors import CaptureError, CompilerError, MeshError
 from passes.ir.layout import Layout, replicated
 from passes.ir.mesh import Mesh
 
+READ_BY = "item(), float(), bool() or a format"
 T = TypeVar("T")
 
 
@@ -104,7 +105,10 @@ def _on_all_ranks(tensor: DTensor, read: Callable[[], T]) -> T:
     watch = watch_of(tensor.device_mesh.mesh.flatten().tolist())
     if watch is None:
         return read()
-    with watch.call(SharedCall("a read of a DTensor's number", note="item(), float(), bool() or a format", is_of_model=False)):
+    traits = ("dtype", str(tensor.dtype)), ("placements", str(tensor.placements))
+    with watch.call(SharedCall("a read of a DTensor's number", READ_BY, traits, is_of_model=False)):
+        for axis in range(tensor.device_mesh.ndim):
+            watch.cover(tensor.device_mesh.get_group(axis))
         return read()
 
 

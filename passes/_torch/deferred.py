@@ -73,12 +73,12 @@ def teach_checkpoints(boxes_of: Callable[[DTensor], Sequence[Box] | None]) -> No
 
 def refuse_wrong_views() -> None:
     """Let a view of a DTensor raise where torch would silently mix up its elements."""
-    _module("dtensor_hooks.views").refuse_wrong_views()
+    _module("dtensor_hooks.dtensor_views").refuse_wrong_views()
 
 
 def write_to_parts(part_like: Callable[[torch.Tensor, DTensor], DTensor]) -> None:
     """Let a change in place of a part of a DTensor, `weight[0].zero_()`, change the DTensor; `part_like` cuts a whole one."""
-    _module("dtensor_hooks.views").write_to_parts(part_like)
+    _module("dtensor_hooks.dtensor_views").write_to_parts(part_like)
 
 
 def read_whole_numbers(on_all_ranks: Callable[[DTensor, Callable[[], Any]], Any]) -> None:

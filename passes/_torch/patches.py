@@ -46,9 +46,9 @@ For the rest of the process, once (`once`):
 | dynamo's rules for `constraints.is_dependent` and `gaussian_nll_loss` | each call is traced | dynamo | dynamo/substitutes.py |
 | the formulas that `kl_divergence` looks up in its first call | a call is traced | distributions | dynamo/substitutes.py |
 | `DTensor`'s three hooks for checkpoints | a sharded module is made | parts of several boxes | dtensor_hooks/checkpoints.py |
-| DTensor's rule for views | a sharded module is made | views that torch gets wrong | dtensor_hooks/views.py |
-| `OpDispatcher._dispatch_fast_path_python_tail` | a sharded module is made | views that are copies | dtensor_hooks/views.py |
-| DTensor's handler of `fill_` | a sharded module is made | `weight[0] = 0`, which has none | dtensor_hooks/views.py |
+| DTensor's rule for views | a sharded module is made | views that torch gets wrong | dtensor_hooks/dtensor_views.py |
+| `OpDispatcher._dispatch_fast_path_python_tail` | a sharded module is made | views are copies | dtensor_hooks/dtensor_views.py |
+| DTensor's handler of `fill_` | a sharded module is made | `weight[0] = 0`, which has none | dtensor_hooks/dtensor_views.py |
 | DTensor's handler of `_local_scalar_dense`, | a sharded module is made | numbers that ranks | dtensor_hooks/values.py |
 | `DTensor.__format__` | | have parts of | |
 | `DTensor.data` | a sharded module is made | `weight.data = other` | dtensor_hooks/values.py |

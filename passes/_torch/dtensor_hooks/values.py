@@ -46,7 +46,7 @@ def _is_whole(tensor: DTensor) -> bool:
 def assign_to_parts(part_like: Callable[[torch.Tensor, DTensor], DTensor]) -> None:
     """Let `weight.data = other` change a DTensor, which torch ignores: it replaces an empty storage, and not this rank's part.
 
-    `part_like` lays `other`, a DTensor, out as the first is. A plain tensor is refused: whether it is whole is not known.
+    `part_like` lays `other`, a whole tensor or a DTensor, out as the first is.
     """
     once("DTensor's data", lambda: _assign_together(part_like))
 
@@ -58,16 +58,10 @@ def _assign_together(part_like: Callable[[torch.Tensor, DTensor], DTensor]) -> N
         return written.__get__(self)
 
     def assign(self: DTensor, value: torch.Tensor) -> None:
-        if not isinstance(value, DTensor):
-            raise RuntimeError(
-                f"a plain tensor of {tuple(value.shape)} is assigned to the data of a DTensor of {tuple(self.shape)}, of which "
-                "each rank has a part; assign a DTensor, such as torch.zeros_like(weight), or load the tensor with "
-                "model.load_state_dict({name: tensor}, strict=False)"
-            )
         if value.shape != self.shape:
             raise RuntimeError(
-                f"a DTensor of {tuple(value.shape)} is assigned to the data of one of {tuple(self.shape)}; to change the shape "
-                "of a parameter, assign a new one, module.weight = nn.Parameter(...), and build the optimizer again"
+                f"a tensor of {tuple(value.shape)} is assigned to the data of a DTensor of {tuple(self.shape)}; assign a DTensor "
+                "or the whole tensor; to change the shape of a parameter, assign a new nn.Parameter, and build the optimizer again"
             )
         part = part_like(value.detach(), self)
         written.__set__(self, part)
