@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,7 +38,6 @@ from passes.ir.layout import Layout, replicated
 from passes.ir.mesh import Mesh
 
 READ_BY = "item(), float(), bool() or a format"
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -93,23 +92,26 @@ def distributed_copy(module: nn.Module, place: Place, layouts: Mapping[str, Layo
     teach_checkpoints(_boxes)
     refuse_wrong_views()
     write_to_parts(part_like)
-    read_whole_numbers(_on_all_ranks)
+    read_whole_numbers(_gathered)
     assign_to_parts(part_like)
     for child in copied.modules():
         child.register_load_state_dict_pre_hook(_take_parts)  # type: ignore[no-untyped-call]
     return copied
 
 
-def _on_all_ranks(tensor: DTensor, read: Callable[[], T]) -> T:
-    """Return `read()`, once the ranks of a DTensor's mesh agree that each of them reads: one alone would wait for the others."""
+def _gathered(tensor: DTensor) -> torch.Tensor:
+    """Return the whole tensor, once the ranks of its mesh agree that each of them reads it: one alone would wait for the others.
+
+    On a mesh without a model that was distributed, it is this rank's part, as in torch.
+    """
     watch = watch_of(tensor.device_mesh.mesh.flatten().tolist())
     if watch is None:
-        return read()
+        return local_of_dtensor(tensor)
     traits = ("dtype", str(tensor.dtype)), ("placements", str(tensor.placements))
     with watch.call(SharedCall("a read of a DTensor's number", READ_BY, traits, is_of_model=False)):
         for axis in range(tensor.device_mesh.ndim):
             watch.cover(tensor.device_mesh.get_group(axis))
-        return read()
+        return tensor.full_tensor()
 
 
 def _device(tensor: torch.Tensor, place: Place) -> torch.device:

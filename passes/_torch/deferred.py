@@ -81,9 +81,9 @@ def write_to_parts(part_like: Callable[[torch.Tensor, DTensor], DTensor]) -> Non
     _module("dtensor_hooks.dtensor_views").write_to_parts(part_like)
 
 
-def read_whole_numbers(on_all_ranks: Callable[[DTensor, Callable[[], Any]], Any]) -> None:
-    """Let `item()`, `float()`, `bool()` and formats of a DTensor of one number give that of all ranks, read by `on_all_ranks`."""
-    _module("dtensor_hooks.values").read_whole_numbers(on_all_ranks)
+def read_whole_numbers(whole_of: Callable[[DTensor], torch.Tensor]) -> None:
+    """Let `item()`, `float()`, `bool()` and formats of a DTensor give the number of all ranks, which `whole_of` gathers."""
+    _module("dtensor_hooks.values").read_whole_numbers(whole_of)
 
 
 def assign_to_parts(part_like: Callable[[torch.Tensor, DTensor], DTensor]) -> None:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from autoshard.runtime.parameters import distributed_copy, distributed_parameter, place_of
+from autoshard.runtime.process_groups import open_groups
 from passes.ir.layout import Layout, R
 from passes.ir.layout import Shard as Split
 from tests.spawn import run_on_ranks
@@ -43,7 +44,7 @@ def check(mesh: DeviceMesh) -> None:
         weight.data = weight[0]
     assert str(error.value) == (
         "a tensor of (4, 8) is assigned to the data of a DTensor of (2, 4, 8); assign a DTensor or the whole tensor; to change "
-        "the shape of a parameter, assign a new nn.Parameter, and build the optimizer again"
+        "the shape of a parameter, assign a new nn.Parameter and build the optimizer again"
     )
     _on_two_axes(mesh, (2, 4, 8), 2).flatten(0, 1)
     _on_two_axes(mesh, (4, 8), 1).unflatten(0, (2, 2))
@@ -135,6 +136,7 @@ def _wrong(rank: int) -> list[str]:
     place, wrong = place_of(device_mesh), []
     layouts = (Layout((Split(0), R)), 7), (Layout((Split(0), Split(1))), 7), (Layout((Split(0, outer=2), Split(0))), 8)
     distributed_copy(nn.Linear(8, 8), place, None)  # once a module is sharded, DTensors are corrected
+    open_groups(device_mesh, place.mesh)
     for layout, rows in layouts:
         for name, change in CHANGES.items():
             for is_leaf in (True, False):

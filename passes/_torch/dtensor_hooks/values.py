@@ -12,21 +12,19 @@ from passes._torch.dtensor import local_of_dtensor, relay_dtensor
 from passes._torch.patches import once
 
 
-def read_whole_numbers(on_all_ranks: Callable[[DTensor, Callable[[], Any]], Any]) -> None:
+def read_whole_numbers(whole_of: Callable[[DTensor], torch.Tensor]) -> None:
     """Let `item()`, `float()`, `bool()` and formats of a DTensor of one number give that of all ranks.
 
     torch reads this rank's: `p.grad.norm().item()` is the norm of a part, and a parameter of one number that is sharded has none
-    on other ranks. A number that ranks have parts of is gathered by `on_all_ranks`, which gets the DTensor and the work to do.
+    on other ranks. `whole_of` gathers a number that ranks have parts of.
     """
-    once("DTensor's numbers", lambda: _read_together(on_all_ranks))
+    once("DTensor's numbers", lambda: _read_whole(whole_of))
 
 
-def _read_together(on_all_ranks: Callable[[DTensor, Callable[[], Any]], Any]) -> None:
+def _read_whole(whole_of: Callable[[DTensor], torch.Tensor]) -> None:
     def read(op: Any, args: tuple[DTensor], kwargs: Mapping[str, Any]) -> Any:
         tensor = cast(DTensor, args[0].detach())
-        if _is_whole(tensor):
-            return local_of_dtensor(tensor).item()
-        return on_all_ranks(tensor, lambda: tensor.full_tensor().item())
+        return (local_of_dtensor(tensor) if _is_whole(tensor) else whole_of(tensor)).item()
 
     written: Any = DTensor.__format__
 
@@ -61,7 +59,7 @@ def _assign_together(part_like: Callable[[torch.Tensor, DTensor], DTensor]) -> N
         if value.shape != self.shape:
             raise RuntimeError(
                 f"a tensor of {tuple(value.shape)} is assigned to the data of a DTensor of {tuple(self.shape)}; assign a DTensor "
-                "or the whole tensor; to change the shape of a parameter, assign a new nn.Parameter, and build the optimizer again"
+                "or the whole tensor; to change the shape of a parameter, assign a new nn.Parameter and build the optimizer again"
             )
         part = part_like(value.detach(), self)
         written.__set__(self, part)
