@@ -81,6 +81,11 @@ def write_to_parts(part_like: Callable[[torch.Tensor, DTensor], DTensor]) -> Non
     _module("dtensor_hooks").write_to_parts(part_like)
 
 
+def read_numbers(whole_of: Callable[[DTensor], torch.Tensor]) -> None:
+    """Let `item()`, and with it `bool()` and `float()`, of a DTensor read what `whole_of` returns, not this rank's part."""
+    _module("dtensor_hooks").read_numbers(whole_of)
+
+
 def allow_in_compiled_code(subclass: type[torch.Tensor]) -> None:
     """Let compiled functions take tensors of `subclass`, which changes nothing below `__torch_function__`."""
     _module("dynamo.plain_subclasses").allow_in_compiled_code(subclass)

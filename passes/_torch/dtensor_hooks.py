@@ -1,4 +1,4 @@
-"""Replace methods of DTensor for checkpoints, and correct what it does with views, once a module is sharded."""
+"""Replace methods of DTensor for checkpoints, and correct its views and the numbers read from it, once a module is sharded."""
 
 from __future__ import annotations
 
@@ -166,3 +166,13 @@ def _write_back(view: DTensor, part_like: Callable[[torch.Tensor, DTensor], DTen
         whole_view: torch.Tensor = view._view_func_unsafe(whole)  # the same view of another tensor
         whole_view.copy_(view.full_tensor())
         local_of_dtensor(base).copy_(local_of_dtensor(part_like(whole, base)))
+
+
+def read_numbers(whole_of: Callable[[DTensor], torch.Tensor]) -> None:
+    """Let `item()`, and with it `bool()` and `float()`, of a DTensor read what `whole_of` returns.
+
+    torch reads this rank's part: `p.grad.norm().item()` is the norm of a part, and with `if p.grad.isnan().any()` ranks take
+    different branches, without an error.
+    """
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+    handlers[torch.ops.aten._local_scalar_dense.default] = lambda op, args, kwargs: op(whole_of(args[0]))

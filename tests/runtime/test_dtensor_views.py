@@ -1,4 +1,4 @@
-"""Views of parameters and gradients: refused where torch would mix up their elements, and written to as on one device."""
+"""Views of parameters and gradients: refused where torch would mix up their elements, written to and read as on one device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from autoshard.runtime.parameters import distributed_copy, distributed_parameter, place_of
+from autoshard.runtime.parameters import Place, distributed_copy, distributed_parameter, place_of
+from autoshard.runtime.process_groups import open_groups
 from passes.ir.layout import Layout, R
 from passes.ir.layout import Shard as Split
 from tests.spawn import run_on_ranks
@@ -83,14 +84,45 @@ CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
 }
 
 
-def _wrong_changes(rank: int) -> list[str]:
-    """Return the changes in place after which a DTensor is not what a plain tensor is."""
+READS: dict[str, Callable[[torch.Tensor], float]] = {
+    "sum": lambda weight: weight.sum().item(),
+    "mean": lambda weight: float(weight.mean()),
+    "norm": lambda weight: weight.norm().item(),
+    "largest": lambda weight: float(weight.max()),
+    "number of": lambda weight: int((weight > 9).sum()),
+    "any": lambda weight: 1.0 if (weight == 40).any() else 0.0,
+    "all": lambda weight: 1.0 if (weight < 40).all() else 0.0,
+    "element": lambda weight: weight[6, 3].item(),
+    "several": lambda weight: sum(part.norm().item() for part in weight.chunk(2)),
+}
+
+LAYOUTS = (Layout((Split(0), R)), 7), (Layout((Split(0), Split(1))), 7), (Layout((Split(0, outer=2), Split(0))), 8)
+
+
+def _wrong(rank: int) -> tuple[list[str], list[str]]:
+    """Return the changes in place after which a DTensor is not what a plain tensor is, and the numbers that are not equal."""
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # each of two axes gathers
     device_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    place, wrong = place_of(device_mesh), []
-    layouts = (Layout((Split(0), R)), 7), (Layout((Split(0), Split(1))), 7), (Layout((Split(0, outer=2), Split(0))), 8)
+    place = place_of(device_mesh)
     distributed_copy(nn.Linear(8, 8), place, None)  # once a module is sharded, DTensors are corrected
-    for layout, rows in layouts:
+    open_groups(device_mesh, place.mesh)
+    return _wrong_changes(place), _wrong_reads(place)
+
+
+def _wrong_reads(place: Place) -> list[str]:
+    wrong = []
+    for layout, rows in LAYOUTS:
+        whole = nn.Parameter(torch.arange(rows * 6.0).view(rows, 6))
+        parts = distributed_parameter(whole, place, layout)
+        for name, read in READS.items():
+            if abs(read(parts) - read(whole)) > 1e-4:
+                wrong.append(f"{name} of {layout}: {read(parts)}, not {read(whole)}")
+    return wrong
+
+
+def _wrong_changes(place: Place) -> list[str]:
+    wrong = []
+    for layout, rows in LAYOUTS:
         for name, change in CHANGES.items():
             for is_leaf in (True, False):
                 whole = nn.Parameter(torch.arange(rows * 6.0).view(rows, 6), requires_grad=is_leaf)
@@ -103,8 +135,20 @@ def _wrong_changes(rank: int) -> list[str]:
     return wrong
 
 
+@pytest.fixture(scope="module")
+def wrong() -> list[tuple[list[str], list[str]]]:
+    return run_on_ranks(_wrong, 4)
+
+
 @pytest.mark.slow
 @pytest.mark.gloo
-def test_a_part_that_is_changed_in_place_changes_the_parameter() -> None:
+def test_a_part_that_is_changed_in_place_changes_the_parameter(wrong: list[tuple[list[str], list[str]]]) -> None:
     """DTensor gathers rows of several ranks into a copy, and changed that alone: a zeroed row of an embedding stayed."""
-    assert run_on_ranks(_wrong_changes, 4) == [[]] * 4
+    assert [changes for changes, _ in wrong] == [[]] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+def test_a_number_that_is_read_is_that_of_the_whole(wrong: list[tuple[list[str], list[str]]]) -> None:
+    """DTensor reads this rank's part: `if grad.isnan().any()` let one rank alone leave out a step."""
+    assert [reads for _, reads in wrong] == [[]] * 4

@@ -36,10 +36,11 @@ class SharedCall:
     note: str = ""  # shown with it: "training, with gradients"
     traits: tuple[tuple[str, str], ...] = ()
     details: str = field(default="", repr=False, compare=False)  # shown where ranks disagree: "x: float32[8, 4]"
+    is_of_model: bool = True  # False: no model makes it
 
     def text(self, model: str) -> str:
         """Return "forward call 3 of Net (training, with gradients)"."""
-        return f"{self.what} of {model}{f' ({self.note})' if self.note else ''}"
+        return f"{self.what}{f' of {model}' if self.is_of_model else ''}{f' ({self.note})' if self.note else ''}"
 
     def trait(self, name: str) -> str:
         return dict(self.traits).get(name, "not given")
