@@ -21,6 +21,7 @@ from autoshard.config.topology import mesh_of
 from autoshard.runtime.placements import Storage, dtensor_placements, layout_of_placements
 from passes._torch import (
     Box,
+    assign_data,
     dtensor_of_local,
     dtensor_spec,
     local_of_dtensor,
@@ -87,6 +88,7 @@ def distributed_copy(module: nn.Module, place: Place, layouts: Mapping[str, Layo
     teach_checkpoints(_boxes)
     refuse_wrong_views()
     write_to_parts(part_like)
+    assign_data(part_like)
     for child in copied.modules():
         child.register_load_state_dict_pre_hook(_take_parts)  # type: ignore[no-untyped-call]
     return copied

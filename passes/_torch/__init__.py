@@ -16,6 +16,7 @@ try:
     from passes._torch.deferred import (
         alike_as_now,
         allow_in_compiled_code,
+        assign_data,
         inductor_compile,
         min_cut_partition,
         read_numbers,
@@ -135,6 +136,7 @@ __all__ = [
     "WatchedOps",
     "alike_as_now",
     "allow_in_compiled_code",
+    "assign_data",
     "as_traced",
     "box",
     "called_functions",

@@ -81,6 +81,11 @@ def write_to_parts(part_like: Callable[[torch.Tensor, DTensor], DTensor]) -> Non
     _module("dtensor_hooks").write_to_parts(part_like)
 
 
+def assign_data(laid_out_as: Callable[[torch.Tensor, DTensor], DTensor]) -> None:
+    """Let `parameter.data = tensor` change a DTensor; `laid_out_as` cuts a whole tensor as a DTensor is."""
+    _module("dtensor_hooks").assign_data(laid_out_as)
+
+
 def read_numbers(whole_of: Callable[[DTensor], torch.Tensor]) -> None:
     """Let `item()`, and with it `bool()` and `float()`, of a DTensor read what `whole_of` returns, not this rank's part."""
     _module("dtensor_hooks").read_numbers(whole_of)

@@ -14,7 +14,7 @@ from torch.distributed.tensor._dispatch import OpDispatcher
 from torch.distributed.tensor._ops import _view_ops
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from passes._torch.dtensor import Box, local_of_dtensor
+from passes._torch.dtensor import Box, local_of_dtensor, relay_dtensor
 from passes._torch.fake import shares_memory
 from passes._torch.patches import once
 
@@ -176,3 +176,28 @@ def read_numbers(whole_of: Callable[[DTensor], torch.Tensor]) -> None:
     """
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     handlers[torch.ops.aten._local_scalar_dense.default] = lambda op, args, kwargs: op(whole_of(args[0]))
+
+
+def assign_data(laid_out_as: Callable[[torch.Tensor, DTensor], DTensor]) -> None:
+    """Let `parameter.data = tensor` change a DTensor, which torch silently leaves as it was.
+
+    torch changes the tensor that a DTensor shows, not the part that it holds. `laid_out_as` cuts a whole tensor as a DTensor is.
+    The new part is held, not copied into the old one, which `parameter.data` may have been kept of.
+    """
+    once("DTensor's data", lambda: _hold_assigned_data(laid_out_as))
+
+
+def _hold_assigned_data(laid_out_as: Callable[[torch.Tensor, DTensor], DTensor]) -> None:
+    shown: Any = DTensor.data
+
+    def assign(self: DTensor, value: torch.Tensor) -> None:
+        if value.shape != self.shape:
+            raise ValueError(
+                f"the .data of a DTensor of shape {tuple(self.shape)} takes a tensor of that shape, but this one is "
+                f"{tuple(value.shape)}; give the whole tensor or a DTensor, or replace the parameter by a new nn.Parameter"
+            )
+        given = laid_out_as(value, self)
+        shown.__set__(self, given)
+        relay_dtensor(self, local_of_dtensor(given), given._spec)
+
+    DTensor.data = property(shown.__get__, assign)  # type: ignore[assignment]

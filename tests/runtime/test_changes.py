@@ -288,6 +288,7 @@ setting(
     lambda model: setattr(model.head, "weight", model.block.linear.weight),
 )
 setting("a parameter's values, under `torch.no_grad()`", set_data)
+setting("a parameter's values: `model.head.weight.data = ...`", lambda model: setattr(model.head.weight, "data", torch.eye(4)))
 setting("`load_state_dict`", lambda model: model.head.load_state_dict(new_head().state_dict()))
 setting("`model.head.requires_grad_(False)`", lambda model: model.head.requires_grad_(False))
 setting("a buffer: `model.offset = torch.ones(4)`", lambda model: setattr(model, "offset", torch.ones(4)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -41,6 +42,12 @@ def check(mesh: DeviceMesh) -> None:
         _on_two_axes(mesh, shape, dim).flatten()
     _on_two_axes(mesh, (2, 4, 8), 2).flatten(0, 1)
     _on_two_axes(mesh, (4, 8), 1).unflatten(0, (2, 2))
+    text = (
+        "the .data of a DTensor of shape (4, 8) takes a tensor of that shape, but this one is (2, 8); give the whole tensor or a "
+        "DTensor, or replace the parameter by a new nn.Parameter"
+    )
+    with pytest.raises(ValueError, match=re.escape(text)):
+        _on_two_axes(mesh, (4, 8), 1).data = torch.zeros(2, 8)
 
 
 def _on_two_axes(mesh: DeviceMesh, shape: tuple[int, ...], dim: int) -> DTensor:
@@ -52,6 +59,26 @@ def _on_two_axes(mesh: DeviceMesh, shape: tuple[int, ...], dim: int) -> DTensor:
 
 def test_views_that_torch_gets_wrong_are_refused() -> None:
     subprocess.run([sys.executable, "-c", FOUR_RANKS], check=True)
+
+
+def _assign(weight: torch.Tensor) -> None:
+    weight.data = weight.data * 2
+
+
+def _assign_plain(weight: torch.Tensor) -> None:
+    weight.data = torch.arange(weight.numel(), dtype=weight.dtype).view(weight.shape) * 3
+
+
+def _assign_otherwise_laid_out(weight: torch.Tensor) -> None:
+    weight.data = (weight.data.t() @ weight.data)[:1] + torch.zeros_like(weight)
+
+
+def _assign_for_a_while(weight: torch.Tensor) -> None:
+    """Change a weight and put it back, as an average of weights does for an evaluation."""
+    kept = weight.data
+    weight.data = weight.data * 2
+    weight.mul_(2)
+    weight.data = kept
 
 
 def _swap_rows(weight: torch.Tensor) -> None:
@@ -80,6 +107,10 @@ CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
     "transposed": lambda weight: weight.t()[0].zero_(),
     "diagonal": lambda weight: weight.diagonal().zero_(),
     "whole": lambda weight: weight.mul_(3),
+    "data assigned": _assign,
+    "data assigned, plain": _assign_plain,
+    "data assigned, otherwise laid out": _assign_otherwise_laid_out,
+    "data put back": _assign_for_a_while,
     "out": lambda weight: torch.neg(weight[1], out=weight[6]),
 }
 
