@@ -22,6 +22,7 @@ from autoshard.runtime.placements import Storage, dtensor_placements, layout_of_
 from passes._torch import (
     Box,
     assign_data,
+    draw_whole,
     dtensor_of_local,
     dtensor_spec,
     local_of_dtensor,
@@ -89,6 +90,7 @@ def distributed_copy(module: nn.Module, place: Place, layouts: Mapping[str, Layo
     refuse_wrong_views()
     write_to_parts(part_like)
     assign_data(part_like)
+    draw_whole(part_like)
     for child in copied.modules():
         child.register_load_state_dict_pre_hook(_take_parts)  # type: ignore[no-untyped-call]
     return copied

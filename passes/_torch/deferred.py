@@ -86,6 +86,11 @@ def assign_data(laid_out_as: Callable[[torch.Tensor, DTensor], DTensor]) -> None
     _module("dtensor_hooks").assign_data(laid_out_as)
 
 
+def draw_whole(laid_out_as: Callable[[torch.Tensor, DTensor], DTensor]) -> None:
+    """Let random ops of a DTensor on CPU draw one device's numbers; `laid_out_as` cuts a whole tensor as a DTensor is."""
+    _module("dtensor_hooks").draw_whole(laid_out_as)
+
+
 def read_numbers(whole_of: Callable[[DTensor], torch.Tensor]) -> None:
     """Let `item()`, and with it `bool()` and `float()`, of a DTensor read what `whole_of` returns, not this rank's part."""
     _module("dtensor_hooks").read_numbers(whole_of)

@@ -1,4 +1,4 @@
-"""Replace methods of DTensor for checkpoints, and correct its views and the numbers read from it, once a module is sharded."""
+"""Replace methods of DTensor for checkpoints, and correct its views, data and random numbers, once a module is sharded."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from passes._torch.dtensor import Box, local_of_dtensor, relay_dtensor
 from passes._torch.fake import shares_memory
 from passes._torch.patches import once
+from passes._torch.pytree import map_pytree
 
 
 def teach_checkpoints(boxes_of: Callable[[DTensor], Sequence[Box] | None]) -> None:
@@ -201,3 +202,41 @@ def _hold_assigned_data(laid_out_as: Callable[[torch.Tensor, DTensor], DTensor])
         relay_dtensor(self, local_of_dtensor(given), given._spec)
 
     DTensor.data = property(shown.__get__, assign)  # type: ignore[assignment]
+
+
+def draw_whole(laid_out_as: Callable[[torch.Tensor, DTensor], DTensor]) -> None:
+    """Let `normal_()`, `randn_like` and the other random ops of a DTensor on CPU draw one device's numbers.
+
+    On CPU, torch draws each rank's part from the same state, so that all parts have the same numbers, and leaves out a generator
+    that it is given. Here, each rank draws the whole and keeps its part, which `laid_out_as` cuts.
+    """
+    once("DTensor's random ops", lambda: _draw_whole(laid_out_as))
+
+
+def _draw_whole(laid_out_as: Callable[[torch.Tensor, DTensor], DTensor]) -> None:
+    name = "_dispatch_get_local_results_slow_path"
+    of_part: Any = getattr(OpDispatcher, name)
+
+    def drawn(self: OpDispatcher, op: Any, args: tuple[Any, ...], info: Any) -> Any:
+        if op not in self._random_ops or not _has_parts(args[0]) or args[0].device_mesh.device_type != "cpu":
+            return of_part(self, op, args, info)
+        tensor, local = args[0], local_of_dtensor(args[0])
+        is_read = not (_written_arguments(op) or op in _LIKE)
+        whole = tensor.full_tensor() if is_read else torch.empty(tensor.shape, dtype=local.dtype, device=local.device)
+        results = op(whole, *args[1:], **info.local_kwargs)
+        parts = map_pytree(lambda one: local_of_dtensor(laid_out_as(one, tensor)), results)
+        return local.copy_(parts) if _written_arguments(op) else parts
+
+    setattr(OpDispatcher, name, drawn)
+
+
+_LIKE = {
+    torch.ops.aten.rand_like.default,
+    torch.ops.aten.randn_like.default,
+    torch.ops.aten.randint_like.default,
+    torch.ops.aten.randint_like.low_dtype,
+}  # random ops that read a tensor's shape only
+
+
+def _has_parts(tensor: object) -> bool:
+    return isinstance(tensor, DTensor) and not any(placement.is_partial() for placement in tensor.placements)

@@ -50,6 +50,7 @@ For the rest of the process, once (`once`):
 | `OpDispatcher._dispatch_fast_path_python_tail` | a sharded module is made | views that are copies | dtensor_hooks.py |
 | DTensor's handler of `fill_` | a sharded module is made | `weight[0] = 0`, which has none | dtensor_hooks.py |
 | `DTensor.data` | a sharded module is made | `parameter.data = tensor`, which is ignored | dtensor_hooks.py |
+| `OpDispatcher._dispatch_get_local_results_slow_path` | a sharded module is made | random ops on CPU | dtensor_hooks.py |
 | DTensor's handler of `_local_scalar_dense` | groups are opened | `item()`, which reads a part | dtensor_hooks.py |
 | `runtime_wrappers.HANDLED_TYPES` | a sharded module is made | compiled code of a `WholeTensor` | dynamo/plain_subclasses.py |
 

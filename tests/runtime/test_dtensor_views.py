@@ -6,7 +6,7 @@ import logging
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
@@ -115,6 +115,19 @@ CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
 }
 
 
+DRAWS: dict[str, Callable[[torch.Tensor], object]] = {
+    "normal": lambda weight: weight.normal_(1, 2),
+    "normal, of a generator": lambda weight: weight.normal_(generator=torch.Generator().manual_seed(3)),
+    "uniform": lambda weight: nn.init.xavier_uniform_(weight),
+    "truncated": lambda weight: nn.init.trunc_normal_(weight),
+    "bernoulli": lambda weight: weight.bernoulli_(0.5),
+    "like": lambda weight: weight.copy_(torch.randn_like(weight) + torch.rand_like(weight)),
+    "integers like": lambda weight: weight.copy_(torch.randint_like(weight, 3, 9)),
+    "chosen": lambda weight: weight.copy_(torch.bernoulli(torch.sigmoid(weight))),
+    "dropout": lambda weight: weight.copy_(nn.functional.dropout(weight, 0.4)),
+    "a part": lambda weight: weight[1:5].normal_(),
+}
+
 READS: dict[str, Callable[[torch.Tensor], float]] = {
     "sum": lambda weight: weight.sum().item(),
     "mean": lambda weight: float(weight.mean()),
@@ -130,14 +143,14 @@ READS: dict[str, Callable[[torch.Tensor], float]] = {
 LAYOUTS = (Layout((Split(0), R)), 7), (Layout((Split(0), Split(1))), 7), (Layout((Split(0, outer=2), Split(0))), 8)
 
 
-def _wrong(rank: int) -> tuple[list[str], list[str]]:
-    """Return the changes in place after which a DTensor is not what a plain tensor is, and the numbers that are not equal."""
+def _wrong(rank: int) -> dict[str, list[str]]:
+    """Return the changes, draws and reads whose result is not that of a plain tensor."""
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # each of two axes gathers
     device_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     place = place_of(device_mesh)
     distributed_copy(nn.Linear(8, 8), place, None)  # once a module is sharded, DTensors are corrected
     open_groups(device_mesh, place.mesh)
-    return _wrong_changes(place), _wrong_reads(place)
+    return {"changes": _wrong_changes(place, CHANGES), "draws": _wrong_changes(place, DRAWS), "reads": _wrong_reads(place)}
 
 
 def _wrong_reads(place: Place) -> list[str]:
@@ -151,35 +164,43 @@ def _wrong_reads(place: Place) -> list[str]:
     return wrong
 
 
-def _wrong_changes(place: Place) -> list[str]:
+def _wrong_changes(place: Place, changes: Mapping[str, Callable[[torch.Tensor], object]]) -> list[str]:
     wrong = []
     for layout, rows in LAYOUTS:
-        for name, change in CHANGES.items():
+        for name, change in changes.items():
             for is_leaf in (True, False):
                 whole = nn.Parameter(torch.arange(rows * 6.0).view(rows, 6), requires_grad=is_leaf)
                 parts = distributed_parameter(whole, place, layout)
                 with torch.no_grad():
-                    change(whole)
-                    change(parts)
+                    for weight in (whole, parts):
+                        torch.manual_seed(0)
+                        change(weight)
                 if not torch.equal(parts.full_tensor(), whole):  # type: ignore[attr-defined]
                     wrong.append(f"{name} of {layout}")
     return wrong
 
 
 @pytest.fixture(scope="module")
-def wrong() -> list[tuple[list[str], list[str]]]:
+def wrong() -> list[dict[str, list[str]]]:
     return run_on_ranks(_wrong, 4)
 
 
 @pytest.mark.slow
 @pytest.mark.gloo
-def test_a_part_that_is_changed_in_place_changes_the_parameter(wrong: list[tuple[list[str], list[str]]]) -> None:
+def test_a_part_that_is_changed_in_place_changes_the_parameter(wrong: list[dict[str, list[str]]]) -> None:
     """DTensor gathers rows of several ranks into a copy, and changed that alone: a zeroed row of an embedding stayed."""
-    assert [changes for changes, _ in wrong] == [[]] * 4
+    assert [one["changes"] for one in wrong] == [[]] * 4
 
 
 @pytest.mark.slow
 @pytest.mark.gloo
-def test_a_number_that_is_read_is_that_of_the_whole(wrong: list[tuple[list[str], list[str]]]) -> None:
+def test_random_numbers_are_those_of_one_device(wrong: list[dict[str, list[str]]]) -> None:
+    """DTensor draws each rank's part from the same state: the rows of all ranks had the same noise."""
+    assert [one["draws"] for one in wrong] == [[]] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+def test_a_number_that_is_read_is_that_of_the_whole(wrong: list[dict[str, list[str]]]) -> None:
     """DTensor reads this rank's part: `if grad.isnan().any()` let one rank alone leave out a step."""
-    assert [reads for _, reads in wrong] == [[]] * 4
+    assert [one["reads"] for one in wrong] == [[]] * 4
