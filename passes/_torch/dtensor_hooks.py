@@ -15,7 +15,7 @@ from torch.distributed.tensor._ops import _view_ops
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from passes._torch.dtensor import Box, local_of_dtensor, relay_dtensor
-from passes._torch.fake import shares_memory
+from passes._torch.fake import is_fake, shares_memory
 from passes._torch.patches import once
 from passes._torch.pytree import map_pytree
 
@@ -176,7 +176,8 @@ def read_numbers(whole_of: Callable[[DTensor], torch.Tensor]) -> None:
     different branches, without an error.
     """
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
-    handlers[torch.ops.aten._local_scalar_dense.default] = lambda op, args, kwargs: op(whole_of(args[0]))
+    read = torch.compiler.disable(lambda op, args, kwargs: op(whole_of(args[0])))  # type: ignore[no-untyped-call]
+    handlers[torch.ops.aten._local_scalar_dense.default] = read  # also where a function that is compiled calls item()
 
 
 def assign_data(laid_out_as: Callable[[torch.Tensor, DTensor], DTensor]) -> None:
@@ -218,7 +219,7 @@ def _draw_whole(laid_out_as: Callable[[torch.Tensor, DTensor], DTensor]) -> None
     of_part: Any = getattr(OpDispatcher, name)
 
     def drawn(self: OpDispatcher, op: Any, args: tuple[Any, ...], info: Any) -> Any:
-        if op not in self._random_ops or not _has_parts(args[0]) or args[0].device_mesh.device_type != "cpu":
+        if op not in self._random_ops or not _has_parts_on_cpu(args[0]):
             return of_part(self, op, args, info)
         tensor, local = args[0], local_of_dtensor(args[0])
         is_read = not (_written_arguments(op) or op in _LIKE)
@@ -227,7 +228,7 @@ def _draw_whole(laid_out_as: Callable[[torch.Tensor, DTensor], DTensor]) -> None
         parts = map_pytree(lambda one: local_of_dtensor(laid_out_as(one, tensor)), results)
         return local.copy_(parts) if _written_arguments(op) else parts
 
-    setattr(OpDispatcher, name, drawn)
+    setattr(OpDispatcher, name, torch.compiler.disable(drawn))  # type: ignore[no-untyped-call]
 
 
 _LIKE = {
@@ -238,5 +239,8 @@ _LIKE = {
 }  # random ops that read a tensor's shape only
 
 
-def _has_parts(tensor: object) -> bool:
-    return isinstance(tensor, DTensor) and not any(placement.is_partial() for placement in tensor.placements)
+def _has_parts_on_cpu(tensor: object) -> bool:
+    """Return whether it is a DTensor on CPU whose parts have values, unlike those that a function is compiled with."""
+    if not isinstance(tensor, DTensor) or tensor.device_mesh.device_type != "cpu" or is_fake(local_of_dtensor(tensor)):
+        return False
+    return not any(placement.is_partial() for placement in tensor.placements)

@@ -115,6 +115,10 @@ CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
 }
 
 
+def _norm(weight: torch.Tensor) -> float:
+    return weight.norm().item()
+
+
 DRAWS: dict[str, Callable[[torch.Tensor], object]] = {
     "normal": lambda weight: weight.normal_(1, 2),
     "normal, of a generator": lambda weight: weight.normal_(generator=torch.Generator().manual_seed(3)),
@@ -137,6 +141,7 @@ READS: dict[str, Callable[[torch.Tensor], float]] = {
     "any": lambda weight: 1.0 if (weight == 40).any() else 0.0,
     "all": lambda weight: 1.0 if (weight < 40).all() else 0.0,
     "element": lambda weight: weight[6, 3].item(),
+    "in a compiled function": lambda weight: torch.compile(_norm, backend="eager")(weight),
     "several": lambda weight: sum(part.norm().item() for part in weight.chunk(2)),
 }
 
