@@ -19,14 +19,13 @@ from torch.distributed.tensor import DTensor
 from autoshard.capture.held_objects import copies_of_computed, reachable_tensors
 from autoshard.config.topology import mesh_of
 from autoshard.runtime.placements import Storage, dtensor_placements, layout_of_placements
-from autoshard.runtime.watch.call_watch import SharedCall, watch_of
 from passes._torch import (
     Box,
-    assign_to_parts,
+    assign_data,
+    draw_whole,
     dtensor_of_local,
     dtensor_spec,
     local_of_dtensor,
-    read_whole_numbers,
     refuse_wrong_views,
     relay_dtensor,
     shard_of,
@@ -36,8 +35,6 @@ from passes._torch import (
 from passes.errors import CaptureError, CompilerError, MeshError
 from passes.ir.layout import Layout, replicated
 from passes.ir.mesh import Mesh
-
-READ_BY = "item(), float(), bool() or a format"
 
 
 @dataclass(frozen=True)
@@ -92,26 +89,11 @@ def distributed_copy(module: nn.Module, place: Place, layouts: Mapping[str, Layo
     teach_checkpoints(_boxes)
     refuse_wrong_views()
     write_to_parts(part_like)
-    read_whole_numbers(_gathered)
-    assign_to_parts(part_like)
+    assign_data(part_like)
+    draw_whole(part_like)
     for child in copied.modules():
         child.register_load_state_dict_pre_hook(_take_parts)  # type: ignore[no-untyped-call]
     return copied
-
-
-def _gathered(tensor: DTensor) -> torch.Tensor:
-    """Return the whole tensor, once the ranks of its mesh agree that each of them reads it: one alone would wait for the others.
-
-    On a mesh without a model that was distributed, it is this rank's part, as in torch.
-    """
-    watch = watch_of(tensor.device_mesh.mesh.flatten().tolist())
-    if watch is None:
-        return local_of_dtensor(tensor)
-    traits = ("dtype", str(tensor.dtype)), ("placements", str(tensor.placements))
-    with watch.call(SharedCall("a read of a DTensor's number", READ_BY, traits, is_of_model=False)):
-        for axis in range(tensor.device_mesh.ndim):
-            watch.cover(tensor.device_mesh.get_group(axis))
-        return tensor.full_tensor()
 
 
 def _device(tensor: torch.Tensor, place: Place) -> torch.device:

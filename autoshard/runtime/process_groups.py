@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule
 
 from autoshard.runtime.watch.call_watch import Watch
+from autoshard.runtime.watch.read_numbers import read_whole_numbers
 from passes._torch import (
     group_timeout,
     mend_gathers,
@@ -93,6 +94,7 @@ def open_groups(
     mend_gathers(device_mesh.device_type)
     timeout = group_timeout(device_mesh.get_group(0))
     watch = Watch(model, mesh.ranks, limit=timeout.total_seconds() if rank_timeout is None else rank_timeout)
+    read_whole_numbers(device_mesh, watch)
     control = new_group(mesh.ranks, timeout=timeout, backend="gloo")
     return add_groups(MeshGroups(device_mesh, mesh, control, (), watch), axes)
 

@@ -81,14 +81,19 @@ def write_to_parts(part_like: Callable[[torch.Tensor, DTensor], DTensor]) -> Non
     _module("dtensor_hooks.dtensor_views").write_to_parts(part_like)
 
 
-def read_whole_numbers(whole_of: Callable[[DTensor], torch.Tensor]) -> None:
-    """Let `item()`, `float()`, `bool()` and formats of a DTensor give the number of all ranks, which `whole_of` gathers."""
-    _module("dtensor_hooks.values").read_whole_numbers(whole_of)
+def assign_data(laid_out_as: Callable[[torch.Tensor, DTensor], DTensor]) -> None:
+    """Let `parameter.data = tensor` change a DTensor; `laid_out_as` cuts a whole tensor as a DTensor is."""
+    _module("dtensor_hooks.values").assign_data(laid_out_as)
 
 
-def assign_to_parts(part_like: Callable[[torch.Tensor, DTensor], DTensor]) -> None:
-    """Let `weight.data = other` change a DTensor; `part_like` lays `other` out as it is."""
-    _module("dtensor_hooks.values").assign_to_parts(part_like)
+def draw_whole(laid_out_as: Callable[[torch.Tensor, DTensor], DTensor]) -> None:
+    """Let random ops of a DTensor on CPU draw one device's numbers; `laid_out_as` cuts a whole tensor as a DTensor is."""
+    _module("dtensor_hooks.values").draw_whole(laid_out_as)
+
+
+def read_numbers(whole_of: Callable[[DTensor], torch.Tensor]) -> None:
+    """Let `item()`, and with it `bool()`, `float()` and formats, of a DTensor read what `whole_of` returns, not a rank's part."""
+    _module("dtensor_hooks.values").read_numbers(whole_of)
 
 
 def allow_in_compiled_code(subclass: type[torch.Tensor]) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -67,6 +69,13 @@ def relay_dtensor(tensor: DTensor, local: torch.Tensor, spec: DTensorSpec) -> No
     """Replace the local part and the placements of `tensor` in place, so that optimizers that hold it keep working."""
     tensor._local_tensor = local
     tensor._spec = spec
+
+
+@cache
+def written_arguments(op: Any) -> tuple[tuple[int, str], ...]:
+    """Return position and name of the arguments that an op writes to."""
+    arguments = enumerate(op._schema.arguments)
+    return tuple((i, one.name) for i, one in arguments if one.alias_info is not None and one.alias_info.is_write)
 
 
 @dataclass(frozen=True)

@@ -49,9 +49,9 @@ For the rest of the process, once (`once`):
 | DTensor's rule for views | a sharded module is made | views that torch gets wrong | dtensor_hooks/dtensor_views.py |
 | `OpDispatcher._dispatch_fast_path_python_tail` | a sharded module is made | views are copies | dtensor_hooks/dtensor_views.py |
 | DTensor's handler of `fill_` | a sharded module is made | `weight[0] = 0`, which has none | dtensor_hooks/dtensor_views.py |
-| DTensor's handler of `_local_scalar_dense`, | a sharded module is made | numbers that ranks | dtensor_hooks/values.py |
-| `DTensor.__format__` | | have parts of | |
-| `DTensor.data` | a sharded module is made | `weight.data = other` | dtensor_hooks/values.py |
+| `DTensor.data` | a sharded module is made | `parameter.data = tensor`, which is ignored | dtensor_hooks/values.py |
+| `OpDispatcher._dispatch_get_local_results_slow_path` | a sharded module is made | random ops on CPU | dtensor_hooks/values.py |
+| DTensor's handler of `_local_scalar_dense`, `DTensor.__format__` | groups are opened | `item()` | dtensor_hooks/values.py |
 | `runtime_wrappers.HANDLED_TYPES` | a sharded module is made | compiled code of a `WholeTensor` | dynamo/plain_subclasses.py |
 
 Inductor's settings are set for each compilation (inductor/inductor_settings.py), never for the process.

@@ -36,12 +36,11 @@ class SharedCall:
     note: str = ""  # shown with it: "training, with gradients"
     traits: tuple[tuple[str, str], ...] = ()
     details: str = field(default="", repr=False, compare=False)  # shown where ranks disagree: "x: float32[8, 4]"
-    is_of_model: bool = True  # rather than of any tensor on the mesh
+    is_of_model: bool = True  # False: no model makes it
 
     def text(self, model: str) -> str:
         """Return "forward call 3 of Net (training, with gradients)"."""
-        owner = f" of {model}" if self.is_of_model else ""
-        return f"{self.what}{owner}{f' ({self.note})' if self.note else ''}"
+        return f"{self.what}{f' of {model}' if self.is_of_model else ''}{f' ({self.note})' if self.note else ''}"
 
     def trait(self, name: str) -> str:
         return dict(self.traits).get(name, "not given")
@@ -62,7 +61,6 @@ class Watch:
         if len(ranks) > 1:
             self._beacon, self._group = beacon_of(ranks, limit)
             self._beacon.check_in_step(f"autoshard(...) of {model}", looks=True)
-            _LATEST[tuple(ranks)] = self
         self._ranks, self._model = ranks, model
         self._covered: list[dist.ProcessGroup] = []
         self._timeouts: ExitStack | None = None  # that the present call sets
@@ -70,11 +68,6 @@ class Watch:
             self._beacon.models[model] += 1
             number = self._beacon.models[model]
             self._model = model if number == 1 else f"{model} (model {number})"
-
-    @property
-    def is_open(self) -> bool:
-        """Return whether the process groups still are those that it was made for."""
-        return self._beacon is not None and self._beacon.world is dist.group.WORLD
 
     def cover(self, group: dist.ProcessGroup) -> None:
         """Let collectives of a group that are issued inside of calls, also of the present one, time out as an agreement does."""
@@ -166,15 +159,6 @@ class Watch:
             f"ranks make different calls: rank {self._ranks[0]} makes {texts[0]}, rank {self._ranks[other]} makes "
             f"{texts[1]}; make the same calls in the same order, with the same options, on every rank"
         )
-
-
-_LATEST: dict[tuple[int, ...], Watch] = {}  # by the ranks of a mesh, that of the model that was distributed last
-
-
-def watch_of(ranks: Sequence[int]) -> Watch | None:
-    """Return the watch of the model that was distributed last on a mesh of these ranks; None if there is none."""
-    watch = _LATEST.get(tuple(ranks))
-    return watch if watch is not None and watch.is_open else None
 
 
 def _digest(value: object) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch.distributed.tensor._dispatch import OpDispatcher
 from torch.distributed.tensor._ops import _view_ops
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from passes._torch.dtensor import local_of_dtensor
+from passes._torch.dtensor import local_of_dtensor, written_arguments
 from passes._torch.fake import shares_memory
 from passes._torch.patches import once
 
@@ -86,15 +85,9 @@ def _fill(op: Any, args: tuple[DTensor, torch.Tensor], kwargs: Mapping[str, Any]
 
 def _changed(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
     """Yield the tensors that an op writes to."""
-    for position, name in _written_arguments(op):
+    for position, name in written_arguments(op):
         given = args[position] if position < len(args) else kwargs.get(name)
         yield from given if isinstance(given, (list, tuple)) else [given]
-
-
-@cache
-def _written_arguments(op: Any) -> tuple[tuple[int, str], ...]:
-    arguments = enumerate(op._schema.arguments)
-    return tuple((i, one.name) for i, one in arguments if one.alias_info is not None and one.alias_info.is_write)
 
 
 def _is_copied_view(tensor: Any) -> bool:

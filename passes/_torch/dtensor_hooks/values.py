@@ -1,68 +1,104 @@
-"""Read numbers of DTensors as those of all ranks, and let `tensor.data = other` change a DTensor."""
+"""Read numbers of DTensors as those of all ranks, let `tensor.data = other` change a DTensor, and draw one device's numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dispatch import OpDispatcher
 
-from passes._torch.dtensor import local_of_dtensor, relay_dtensor
+from passes._torch.dtensor import local_of_dtensor, relay_dtensor, written_arguments
+from passes._torch.fake import is_fake
 from passes._torch.patches import once
+from passes._torch.pytree import map_pytree
 
 
-def read_whole_numbers(whole_of: Callable[[DTensor], torch.Tensor]) -> None:
-    """Let `item()`, `float()`, `bool()` and formats of a DTensor of one number give that of all ranks.
+def read_numbers(whole_of: Callable[[DTensor], torch.Tensor]) -> None:
+    """Let `item()`, and with it `bool()`, `float()` and `f"{norm:.3f}"`, of a DTensor read what `whole_of` returns.
 
-    torch reads this rank's: `p.grad.norm().item()` is the norm of a part, and a parameter of one number that is sharded has none
-    on other ranks. `whole_of` gathers a number that ranks have parts of.
+    torch reads this rank's part: `p.grad.norm().item()` is the norm of a part, and with `if p.grad.isnan().any()` ranks take
+    different branches, without an error.
     """
-    once("DTensor's numbers", lambda: _read_whole(whole_of))
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+    read = torch.compiler.disable(lambda op, args, kwargs: op(whole_of(args[0])))  # type: ignore[no-untyped-call]
+    handlers[torch.ops.aten._local_scalar_dense.default] = read  # also where a function that is compiled calls item()
+    once("DTensor's format", _format_numbers)
 
 
-def _read_whole(whole_of: Callable[[DTensor], torch.Tensor]) -> None:
-    def read(op: Any, args: tuple[DTensor], kwargs: Mapping[str, Any]) -> Any:
-        tensor = cast(DTensor, args[0].detach())
-        return (local_of_dtensor(tensor) if _is_whole(tensor) else whole_of(tensor)).item()
-
+def _format_numbers() -> None:
     written: Any = DTensor.__format__
 
     def formatted(self: DTensor, spec: str) -> str:
-        is_number = self.dim() == 0 and (spec or _is_whole(self))  # without a format, ranks' parts are shown as they are
+        is_whole = all(placement.is_replicate() for placement in self.placements)
+        is_number = self.dim() == 0 and (spec or is_whole)  # without a format, ranks' parts are shown as they are
         return format(self.item(), spec) if is_number else str(written(self, spec))
 
-    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
-    handlers[torch.ops.aten._local_scalar_dense.default] = read
     DTensor.__format__ = formatted  # type: ignore[method-assign, assignment]
 
 
-def _is_whole(tensor: DTensor) -> bool:
-    return all(placement.is_replicate() for placement in tensor.placements)
+def assign_data(laid_out_as: Callable[[torch.Tensor, DTensor], DTensor]) -> None:
+    """Let `parameter.data = tensor` change a DTensor, which torch silently leaves as it was.
 
-
-def assign_to_parts(part_like: Callable[[torch.Tensor, DTensor], DTensor]) -> None:
-    """Let `weight.data = other` change a DTensor, which torch ignores: it replaces an empty storage, and not this rank's part.
-
-    `part_like` lays `other`, a whole tensor or a DTensor, out as the first is.
+    torch changes the tensor that a DTensor shows, not the part that it holds. `laid_out_as` cuts a whole tensor as a DTensor is.
+    The new part is held, not copied into the old one, which `parameter.data` may have been kept of.
     """
-    once("DTensor's data", lambda: _assign_together(part_like))
+    once("DTensor's data", lambda: _hold_assigned_data(laid_out_as))
 
 
-def _assign_together(part_like: Callable[[torch.Tensor, DTensor], DTensor]) -> None:
-    written: Any = torch.Tensor.data
-
-    def read(self: DTensor) -> Any:
-        return written.__get__(self)
+def _hold_assigned_data(laid_out_as: Callable[[torch.Tensor, DTensor], DTensor]) -> None:
+    shown: Any = DTensor.data
 
     def assign(self: DTensor, value: torch.Tensor) -> None:
         if value.shape != self.shape:
-            raise RuntimeError(
-                f"a tensor of {tuple(value.shape)} is assigned to the data of a DTensor of {tuple(self.shape)}; assign a DTensor "
-                "or the whole tensor; to change the shape of a parameter, assign a new nn.Parameter and build the optimizer again"
+            raise ValueError(
+                f"the .data of a DTensor of shape {tuple(self.shape)} takes a tensor of that shape, but this one is "
+                f"{tuple(value.shape)}; give the whole tensor or a DTensor, or replace the parameter by a new nn.Parameter"
             )
-        part = part_like(value.detach(), self)
-        written.__set__(self, part)
-        relay_dtensor(self, local_of_dtensor(part), part._spec)
+        given = laid_out_as(value, self)
+        shown.__set__(self, given)
+        relay_dtensor(self, local_of_dtensor(given), given._spec)
 
-    DTensor.data = property(read, assign)  # type: ignore[assignment]
+    DTensor.data = property(shown.__get__, assign)  # type: ignore[assignment]
+
+
+def draw_whole(laid_out_as: Callable[[torch.Tensor, DTensor], DTensor]) -> None:
+    """Let `normal_()`, `randn_like` and the other random ops of a DTensor on CPU draw one device's numbers.
+
+    On CPU, torch draws each rank's part from the same state, so that all parts have the same numbers, and leaves out a generator
+    that it is given. Here, each rank draws the whole and keeps its part, which `laid_out_as` cuts.
+    """
+    once("DTensor's random ops", lambda: _draw_whole(laid_out_as))
+
+
+def _draw_whole(laid_out_as: Callable[[torch.Tensor, DTensor], DTensor]) -> None:
+    name = "_dispatch_get_local_results_slow_path"
+    of_part: Any = getattr(OpDispatcher, name)
+
+    def drawn(self: OpDispatcher, op: Any, args: tuple[Any, ...], info: Any) -> Any:
+        if op not in self._random_ops or not _has_parts_on_cpu(args[0]):
+            return of_part(self, op, args, info)
+        tensor, local = args[0], local_of_dtensor(args[0])
+        is_read = not (written_arguments(op) or op in _LIKE)
+        whole = tensor.full_tensor() if is_read else torch.empty(tensor.shape, dtype=local.dtype, device=local.device)
+        results = op(whole, *args[1:], **info.local_kwargs)
+        parts = map_pytree(lambda one: local_of_dtensor(laid_out_as(one, tensor)), results)
+        return local.copy_(parts) if written_arguments(op) else parts
+
+    setattr(OpDispatcher, name, torch.compiler.disable(drawn))  # type: ignore[no-untyped-call]
+
+
+_LIKE = {
+    torch.ops.aten.rand_like.default,
+    torch.ops.aten.randn_like.default,
+    torch.ops.aten.randint_like.default,
+    torch.ops.aten.randint_like.low_dtype,
+}  # random ops that read a tensor's shape only
+
+
+def _has_parts_on_cpu(tensor: object) -> bool:
+    """Return whether it is a DTensor on CPU whose parts have values, unlike those that a function is compiled with."""
+    if not isinstance(tensor, DTensor) or tensor.device_mesh.device_type != "cpu" or is_fake(local_of_dtensor(tensor)):
+        return False
+    return not any(placement.is_partial() for placement in tensor.placements)
