@@ -167,15 +167,16 @@ def _solve_whole(task: SearchTask, standings: Standings, prepared: Prepared) -> 
 
     With `recompute="block"`, values are recomputed in any case.
     """
-    curve = memory_budget_of(task.problem, prepared).recomputation
     if task.problem.options.recompute == "block":
         again = sum(step.nbytes * step.seconds for step in prepared.recomputation) if task.problem.training else 0.0
+        curve = memory_budget_of(task.problem, prepared).recomputation
         return replace(_taken(Solved(), ask(task, standings, prepared, curve), prepared), again=again)
     found = _taken(Solved(), ask(task, standings, prepared, ()), prepared)
     held = None if found.answer is None else found.answer.evaluation
-    if curve and (held is None or not task.fits(held) or held.recomputation is not None):
-        return _better(task, found, ask(task, standings, prepared, curve), prepared)
-    return found
+    if held is not None and task.fits(held) and held.recomputation is None:
+        return found  # what recomputing values would free takes seconds to find out in models of many unlike layers
+    curve = memory_budget_of(task.problem, prepared).recomputation
+    return _better(task, found, ask(task, standings, prepared, curve), prepared) if curve else found
 
 
 def _repriced(task: SearchTask, standings: Standings, answer: Answer | None, again: float) -> Answer | None:
