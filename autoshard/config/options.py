@@ -19,11 +19,13 @@ from passes.base import Pass
 from passes.bucket_collectives import BUCKET_BYTES
 from passes.errors import ConstraintError, RecipeError, UserError
 from passes.hardware.hardware import Hardware, hardware_named
+from passes.ir.layout import Placement, Shard
 
 USABLE_MEMORY = 0.9  # share of a device's memory; the rest is left to the allocator, kernels and NCCL
 MOST_BYTES = 2**63  # no device addresses more
 MAX_PROGRAMS = 32  # a program takes seconds to minutes: more are a sign of sizes or numbers that never repeat
 Placements = Mapping[str, Mapping[str, dt.Placement | str]]  # name or glob -> axis -> placement
+Given = Mapping[str, Mapping[str, dt.Placement | Placement | str]]  # the same, also with those of a plan's layouts
 
 
 HARDWARE = (
@@ -146,7 +148,7 @@ class Options:
 
     params: Placements | None = None
     """Placements of parameters by FQN or glob, such as `{"layers.*.wq.weight": {"tp": Shard(0)}}`; if several match a
-    name, the last one counts. They take precedence over any recipe.
+    name, the last one counts. They take precedence over any recipe. Those of another plan's layouts are taken, too.
     """
 
     inputs: Placements | None = None
@@ -228,6 +230,8 @@ class Options:
     def __post_init__(self) -> None:
         _check(self)
         self.memory_bytes(0)
+        for name in ("params", "inputs", "outputs"):
+            object.__setattr__(self, name, _with_layouts_as_text(getattr(self, name)))
 
     @property
     def hiding(self) -> Overlap | None:
@@ -357,11 +361,26 @@ def _check_placements(what: str, given: object) -> None:
                 f"Options({what}=...): {name!r} is given {shown(axes)}; say on which axis: {{{name!r}: {{'dp': Shard(0)}}}}"
             )
         for axis, placement in axes.items():
-            if not isinstance(placement, dt.Placement | str):
+            if not isinstance(placement, dt.Placement | Placement | str):
                 raise ConstraintError(
                     f"Options({what}=...): {name!r} is given {shown(placement)} on {axis!r}; use Shard(dim) or Replicate(), "
                     "or write 'S(dim)' or 'R'"
                 )
+
+
+def _with_layouts_as_text(given: Given | None) -> Given | None:
+    """Return placements with those of a plan's layouts as text: the outermost axis of a dim first, as what is bare in a text
+    splits what those before it left over.
+    """
+    if given is None or not any(isinstance(one, Placement) for axes in given.values() for one in axes.values()):
+        return given
+    return {
+        name: {
+            axis: str(one) if isinstance(one, Placement) else one
+            for axis, one in sorted(axes.items(), key=lambda pair: pair[1].outer if isinstance(pair[1], Shard) else 0)
+        }
+        for name, axes in given.items()
+    }
 
 
 def options_given(options: object) -> Options:

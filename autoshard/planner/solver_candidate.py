@@ -7,14 +7,17 @@ asked for less memory, until its plan fits; if its estimate is too high, it may 
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
 from autoshard.capture.garbage import uncollected
 from autoshard.planner.evaluation import Evaluation, seeded
+from autoshard.planner.prediction import timed
 from autoshard.planner.recomputation import memory_budget_of
 from autoshard.planner.standings import SOLVED, SearchTask, Standings
+from autoshard.plans.collectives import moved_by
 from passes.cost.shrink import TRIES, Tried, shrink
 from passes.errors import MemoryLimitError
 from passes.ir.mesh import Mesh
@@ -167,15 +170,16 @@ def _solve_whole(task: SearchTask, standings: Standings, prepared: Prepared) -> 
 
     With `recompute="block"`, values are recomputed in any case.
     """
-    curve = memory_budget_of(task.problem, prepared).recomputation
     if task.problem.options.recompute == "block":
         again = sum(step.nbytes * step.seconds for step in prepared.recomputation) if task.problem.training else 0.0
+        curve = memory_budget_of(task.problem, prepared).recomputation
         return replace(_taken(Solved(), ask(task, standings, prepared, curve), prepared), again=again)
     found = _taken(Solved(), ask(task, standings, prepared, ()), prepared)
     held = None if found.answer is None else found.answer.evaluation
-    if curve and (held is None or not task.fits(held) or held.recomputation is not None):
-        return _better(task, found, ask(task, standings, prepared, curve), prepared)
-    return found
+    if held is not None and task.fits(held) and held.recomputation is None:
+        return found  # what recomputing values would free takes seconds to find out in models of many unlike layers
+    curve = memory_budget_of(task.problem, prepared).recomputation
+    return _better(task, found, ask(task, standings, prepared, curve), prepared) if curve else found
 
 
 def _repriced(task: SearchTask, standings: Standings, answer: Answer | None, again: float) -> Answer | None:
@@ -204,7 +208,7 @@ def _repriced(task: SearchTask, standings: Standings, answer: Answer | None, aga
         if number == 0 and overrun > FAR_OFF * last.solution.objective:
             prepared = last.source.with_messages_apart()
         else:
-            prepared = last.source.corrected_by(last.solution, overrun)
+            prepared = last.source.corrected_by(last.solution, overrun, _exposed(last))
         found = ask(task, standings, prepared, (), proves=False)
         if found is None:
             break
@@ -232,6 +236,14 @@ def _may_be_faster(task: SearchTask, solution: Solution, best: Answer, again: fl
 def _overrun(answer: Answer, again: float) -> float:
     """Return the seconds by which an answer is simulated slower than it is priced; negative where it is faster."""
     return answer.evaluation.cost.step_time - answer.solution.objective - again
+
+
+def _exposed(answer: Answer) -> dict[str, float]:
+    """Return the seconds that the device waits, as simulated, for each parameter and gradient, by the name of its value."""
+    waited = defaultdict[str, float](float)
+    for one in timed(answer.evaluation.facts["collectives"], answer.evaluation.timeline):
+        waited[one.what] += one.exposed or 0.0
+    return {value.name: waited[moved_by(value.node)] for value in answer.source.factor_graph.values if value.hides}
 
 
 def _runners_up(

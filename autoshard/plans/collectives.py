@@ -177,7 +177,7 @@ def _collective(node: Node, mesh: Mesh, *, backward: bool, recomputed: bool) -> 
         recomputed=recomputed,
         origin=_origin(node),
         reason=_reason(node),
-        what=_moved(node),
+        what=moved_by(node),
     )
 
 
@@ -219,8 +219,8 @@ def _around(fqns: Sequence[str]) -> str:
     return ".".join(same)
 
 
-def _moved(node: Node) -> str:
-    """Return what a collective moves, by its name in the model if it has one."""
+def moved_by(node: Node) -> str:
+    """Return what a collective moves, by its name in the model if it has one; or what a collective of a value would move."""
     value = node
     while value.op == "call_function" and len(operands(value)) == 1:
         value = operands(value)[0]

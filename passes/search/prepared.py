@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -58,10 +58,12 @@ class Prepared:
         node_costs = self.node_costs.on(self.node_costs.unit_costs.on(mesh))
         return Prepared.of(self.structure, self.skeleton, node_costs, deadline)
 
-    def corrected_by(self, solution: Solution, seconds: float) -> Prepared:
-        """Return the same with the transitions of `solution` dearer by `seconds` in all, as its step was simulated."""
+    def corrected_by(self, solution: Solution, seconds: float, exposed: Mapping[str, float] | None = None) -> Prepared:
+        """Return the same with the transitions of `solution` dearer by `seconds` in all, as its step was simulated: first those
+        that the device waits for, by the seconds of `exposed`, as of `Transitions.corrected`.
+        """
         strategies = strategies_of(self.graph, self.skeleton, self.factor_graph, solution)
-        return self._priced(self.transitions.corrected(strategies, seconds))
+        return self._priced(self.transitions.corrected(strategies, seconds, exposed or {}))
 
     def price(self, solution: Solution) -> float:
         """Return the seconds of a solution's step by the prices of this problem."""

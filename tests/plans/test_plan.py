@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +16,9 @@ from torch import Tensor, nn
 from autoshard import Mesh, Options, ShardingPlan, plan
 from autoshard.config.axis_recipes import rule_of_thumb
 from autoshard.inspection.report.table import format_plan
+from passes.errors import ConstraintError
 from passes.ir.graph import Stage, stage_of
+from passes.ir.layout import Partial
 from passes.ir.text import format_graph, parse_graph
 from tests.models import build, llama
 
@@ -61,13 +65,13 @@ blocks.1.0   In[B_dp, S_tp, F] . W[F, D_tp.dp], bias[D_tp.dp] -> [B_dp, S, D_tp]
 (optimizer)                                                                         0.29 us        -
 B=6 S=4 D=12 F=8; F_tp: F sharded over tp; {U_tp}: partial sum over tp
 collective      over  fwd  bwd  received  exposed  for
-reduce_scatter  tp      2    -     384 B  2.00 ms  test_plan.py:33 megatron: row-parallel output
-all_gather      tp      1    2     576 B  1.50 ms  test_plan.py:33 mm
-reduce_scatter  dp      -    6     408 B  1.00 ms  test_plan.py:33 gradient, in a bucket
-all_reduce      dp      1    -       4 B  1.00 ms  test_plan.py:34 output
-all_gather      dp      6    3     696 B  1.00 ms  test_plan.py:33 fsdp: gathered fo..., in a bucket
-reduce_scatter  tp      -    1     192 B   996 us  test_plan.py:33 add.Tensor
-all_reduce      tp      1    -       4 B   992 us  test_plan.py:34 output""",
+reduce_scatter  tp      2    -     384 B  2.00 ms  test_plan.py:37 megatron: row-parallel output
+all_gather      tp      1    2     576 B  1.50 ms  test_plan.py:37 mm
+reduce_scatter  dp      -    6     408 B  1.00 ms  test_plan.py:37 gradient, in a bucket
+all_reduce      dp      1    -       4 B  1.00 ms  test_plan.py:38 output
+all_gather      dp      6    3     696 B  1.00 ms  test_plan.py:37 fsdp: gathered fo..., in a bucket
+reduce_scatter  tp      -    1     192 B   996 us  test_plan.py:37 add.Tensor
+all_reduce      tp      1    -       4 B   992 us  test_plan.py:38 output""",
     )
 
 
@@ -189,3 +193,19 @@ def test_a_large_model_on_many_ranks_is_planned_on_meta() -> None:
 
 def test_a_plan_is_one_line_to_a_debugger() -> None:
     assert repr(planned()) == "ShardingPlan(dp=2,tp=2, fsdp x megatron, 6 parameters, 20 collectives, 8.59 ms)"
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_layouts_of_one_plan_are_constraints_of_another(saved: bool, tmp_path: Path) -> None:
+    first = planned(hardware=None)
+    if saved:
+        first.save(tmp_path / "plan.json")
+        first = ShardingPlan.load(tmp_path / "plan.json")
+    params = {
+        name: dict(zip(first.mesh.names, one.layout.placements, strict=True)) for name, one in first.parameters.items()
+    }
+    second = planned(recipe=None, hardware=None, params=params)
+    before, after = ({name: one.layout for name, one in found.parameters.items()} for found in (first, second))
+    assert after == before
+    with pytest.raises(ConstraintError, match=re.escape("'blocks.0.0.bias' cannot be P(sum); use Shard(dim) or Replicate()")):
+        planned(params={"blocks.0.0.bias": {"dp": Partial("sum")}})

@@ -126,6 +126,12 @@ def test_letters_never_run_out() -> None:
     assert len(set(found.values())) == 40
 
 
+def test_no_dim_has_the_letter_of_a_modules_weights_or_of_partial_sums() -> None:
+    body = "\n".join(f'%x{i}: f32[{i + 2}] {{tp:R}} = input("x{i}")' for i in range(40))
+    found = notations(body + '\nreturn output("y") %x0', mesh="tp=2")
+    assert not {"[W]", "[U]"} & set(found.values())
+
+
 def test_letters_have_sizes() -> None:
     gm, mesh = parse_graph('mesh dp=2\nstage PLACED\n%x: f32[8, 16] {dp:S(0)} = input("x")\nreturn output("y") %x\n')
     letters = letters_of(gm.graph)

@@ -154,6 +154,19 @@ def test_a_plan_whose_prices_were_corrected_costs_what_was_simulated() -> None:
     assert found.corrected is None, "the prices of the problem itself are as before"
 
 
+@pytest.mark.parametrize(("waited", "own"), [(4e-4, 4e-4), (2e-3, 1e-3)])
+def test_a_message_that_the_device_waits_for_is_dearer_by_that_first(waited: float, own: float) -> None:
+    _, found = wide()
+    solution = list(found.solutions(Goal()))[-1]
+    taken = found.transitions._taken(strategies_of(found.graph, found.skeleton, found.factor_graph, solution))
+    numbers = list(dict.fromkeys(number for number, _ in taken))
+    one = next(number for number in numbers if found.factor_graph.values[number].hides)
+    dearer = found.corrected_by(solution, 1e-3, {found.factor_graph.values[one].name: waited, "no message": 1.0}).transitions
+    more = [float((dearer.terms[number].loads - found.transitions.terms[number].loads)[0].sum()) for number in numbers]
+    assert sum(more) == pytest.approx(1e-3, rel=1e-6)
+    assert own <= more[numbers.index(one)] <= own + (1e-3 - own) * 0.99
+
+
 def test_runners_up_are_other_plans_that_fit_the_fastest_first() -> None:
     _, found = wide()
     assert not list(replace(found, searches={}).runners_up()), "nothing was searched"

@@ -36,7 +36,7 @@ from passes.rules.rule import Space, space_of
 Factors = tuple[int, ...]  # of one dim, outermost first; () for a dim of size 1
 
 _BATCH, _SEQUENCE, _WIDTH = "B", "S", "D"  # dims of inputs; the dim that most parameters share
-_POOL = "FHKVENGMPQTLWXYZACIJO"  # U is "unreduced"
+_POOL = "FHKVENGMPQTLXYZACIJO"  # U is "unreduced", W the weights of a module
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops.aten._unsafe_view.default)
 _MEANING = {  # of dims of an op's first operand, in the literature's letters
     "embedding": ("V",),

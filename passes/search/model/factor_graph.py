@@ -53,7 +53,7 @@ class Variable:
     strategies: tuple[Strategy, ...]
     segment: int
     loads: Floats  # [resource, strategy] in seconds, on its segment
-    state: Floats  # [moment, strategy] bytes that are there: parameters, gradients, optimizer state, results that were saved
+    state: Floats  # [moment, strategy] bytes that are there: parameters, gradients, optimizer state, inputs, saved results
     working: Floats  # bytes of operands and results of one node while it runs
 
     @property

@@ -53,7 +53,12 @@ class NodeBytes:
         return self.sizes.nbytes(tuple(tensor.shape), tensor.element_size(), strategy.results[0])
 
     def state(self, node: Node, strategy: Strategy) -> tuple[float, float]:
-        """Return the bytes of a parameter with the optimizer's state and, from when it is made, its gradient, per moment."""
+        """Return, per moment, the bytes of an input, of a buffer, or of a parameter with the optimizer's state and, from when it
+        is made, its gradient.
+        """
+        if node.op == "placeholder" and input_of(node).role in (InputRole.INPUT, InputRole.BUFFER):
+            held = self.results(node, strategy)
+            return held, held
         stored = self.stored(node, strategy)
         if not self.is_trained(node):
             return stored, stored

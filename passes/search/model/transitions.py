@@ -3,7 +3,8 @@ searches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 
@@ -76,17 +77,30 @@ class Transitions:
             for value, sources, targets in zip(factor_graph.values, self.sources, self.targets, strict=True)
         ]
 
-    def corrected(self, strategies: Sequence[int], seconds: float) -> Transitions:
-        """Return the same with the transitions between these `strategies`, one per variable, dearer by `seconds` in all: each by
-        its part of the seconds on links.
+    def corrected(self, strategies: Sequence[int], seconds: float, exposed: Mapping[str, float]) -> Transitions:
+        """Return the same with the transitions between these `strategies`, one per variable, dearer by `seconds` in all.
+
+        `exposed` are the seconds that the device waits, as simulated, for values whose messages can hide, by name: each is dearer
+        by these, or where they are more than `seconds` in all, by its part of those. What is left is shared by all messages, each
+        by its part of the seconds on links.
         """
         taken = [(number, arc, float(self.terms[number].link_seconds[arc])) for number, arc in self._taken(strategies)]
-        total, new = sum(sent for *_, sent in taken), copy(self)
+        names, on_links = [self.factor_graph.values[number].name for number, *_ in taken], [sent for *_, sent in taken]
+        of_value = defaultdict[str, float](float)
+        for name, sent in zip(names, on_links, strict=True):
+            of_value[name] += sent
+        waited = [_part(sent, of_value[name]) * exposed.get(name, 0.0) for name, sent in zip(names, on_links, strict=True)]
+        known = min(sum(waited), seconds)
+        dearer = [
+            _part(one, sum(waited)) * known + _part(sent, sum(on_links)) * (seconds - known)
+            for one, sent in zip(waited, on_links, strict=True)
+        ]
+        new = copy(self)
         new.terms = list(self.terms)
-        for number, (source, target), sent in taken if total else ():
+        for (number, (source, target), _), more in zip(taken, dearer, strict=True):
             terms = new.terms[number]
             loads = np.array(terms.loads)
-            loads[:, source, target] += seconds * sent / total
+            loads[:, source, target] += more
             new.terms[number] = replace(terms, loads=loads)
         return new
 
@@ -99,6 +113,10 @@ class Transitions:
 
     def _layouts(self, numbers: Sequence[int]) -> list[Layout]:
         return [self.factor_graph.layout(number) for number in numbers]
+
+
+def _part(one: float, total: float) -> float:
+    return one / total if total > 0.0 else 0.0
 
 
 def _endpoint(variable: int, numbers: Ints, listed: Sequence[int]) -> Endpoint:
