@@ -19,7 +19,6 @@ from autoshard.planner.standings import SOLVED, SearchTask, Standings
 from autoshard.plans.outcome import Candidate, Cost, Search
 from passes.cost.scheduling.best_schedule import MOST_SAVED_APART
 from passes.errors import CompilerError, MemoryLimitError
-from passes.ir.units import format_bytes
 from passes.search.model.axis_groups import format_axis_groups
 from passes.search.prepared import Prepared
 from passes.search.solution import Solution
@@ -225,8 +224,8 @@ def _is_untuned(task: SearchTask, name: str, one: Evaluation, best_time: float) 
 def _too_small(task: SearchTask, least: Evaluation, solved: Solved) -> MemoryLimitError:
     smallest, cost, in_time = _smallest_limit(task, least.cost, solved.prepared)
     which = "the one that takes least" if in_time else "of those found in time, the one that takes least"
-    what = f"no plan fits in {format_bytes(task.limit)} on a device: {which}"
-    return memory_limit_error(what, cost, smallest, "a larger mesh", least.largest(task.problem.mesh))
+    largest = least.largest(task.problem.mesh)
+    return memory_limit_error("no plan fits in", task.limit, which, cost, smallest, "a larger mesh", largest)
 
 
 def _with_time(options: Options, started: float) -> Options:

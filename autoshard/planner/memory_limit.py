@@ -10,7 +10,7 @@ from autoshard.planner.prediction import memory_of
 from autoshard.planner.problem import Problem, Recipes
 from autoshard.plans.outcome import Cost
 from passes.errors import MemoryLimitError
-from passes.ir.units import format_bytes
+from passes.ir.units import format_unequal_bytes
 from passes.search.solution import Solution
 
 TRIES = 3  # limits that are tried, each the peak at the one before; at the second, peak and limit are nearly always equal
@@ -26,7 +26,9 @@ def check_memory(problem: Problem, folded: Folded, evaluation: Evaluation) -> No
         return
     least = _least(problem, folded, evaluation)
     raise memory_limit_error(
-        f"the recipe's plan does not fit in {format_bytes(limit)} on a device: it",
+        "the recipe's plan does not fit in",
+        limit,
+        "it",
         least.cost,
         least.cost.peak_memory,
         "recipe='auto', a larger mesh",
@@ -35,12 +37,13 @@ def check_memory(problem: Problem, folded: Folded, evaluation: Evaluation) -> No
 
 
 def memory_limit_error(
-    what: str, cost: Cost, smallest: int, instead: str, largest: tuple[str, ...]
+    what: str, limit: int, which: str, cost: Cost, smallest: int, instead: str, largest: tuple[str, ...]
 ) -> MemoryLimitError:
-    """Return the error for a plan with `cost` that needs a limit of `smallest` bytes; `largest` are its values."""
+    """Return the error for a plan with `cost` that needs a limit of `smallest` bytes, not `limit`; `largest` are its values."""
+    given, peak = format_unequal_bytes(limit, cost.peak_memory)
     text = (
-        f"{what} has a peak of {format_bytes(cost.peak_memory)} ({cost.memory}). Give memory_limit={smallest}, "
-        f"{instead}, a smaller batch, or mixed_precision. The largest values are made at"
+        f"{what} {given} on a device: {which} has a peak of {peak} ({cost.memory}). Give memory_limit={smallest}, {instead}, a "
+        "smaller batch, or mixed_precision. The largest values are made at"
     )
     return MemoryLimitError("\n  ".join((text, *largest)), smallest=smallest)
 

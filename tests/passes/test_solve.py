@@ -73,7 +73,7 @@ def test_too_little_memory_says_what_the_smallest_plan_needs() -> None:
     with pytest.raises(MemoryLimitError) as caught:
         solved(mlp("dp=2", 4096, 8192), goal=Goal(memory_limit=1e6))
     assert str(caught.value) == (
-        "no layouts were found that fit 976.6 KiB per device; the smallest plan found needs 192.0 MiB: give more memory, more "
+        "no layouts were found that fit 976.6 KiB per device; the smallest plan found needs 208.0 MiB: give more memory, more "
         "devices, or a smaller batch"
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from passes.ir.units import format_bytes, format_seconds
+from passes.ir.units import format_bytes, format_seconds, format_unequal_bytes
 
 
 @pytest.mark.parametrize(
@@ -32,3 +32,16 @@ def test_seconds(seconds: float, text: str) -> None:
 )
 def test_bytes(count: int, text: str) -> None:
     assert format_bytes(count) == text
+
+
+@pytest.mark.parametrize(
+    ("counts", "texts"),
+    [
+        ((1 << 30, 1 << 31), ("1.0 GiB", "2.0 GiB")),
+        ((1.31 * 2**30, 1.34 * 2**30), ("1.31 GiB", "1.34 GiB")),
+        ((1 << 30, (1 << 30) + 1), ("1073741824 B", "1073741825 B")),
+    ],
+)
+def test_unequal_bytes_have_as_many_digits_as_tell_them_apart(counts: tuple[float, float], texts: tuple[str, str]) -> None:
+    """A memory error said that no plan fits in 1.3 GiB, and the smallest takes 1.3 GiB."""
+    assert format_unequal_bytes(*counts) == texts
