@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any
 
@@ -186,6 +186,7 @@ class _Setting:
     kind: str = ""
 
 
+_GUARDS = "GuardOnDataDependentSymNode"
 _DROPS = "layerdrop=0 (encoder_layerdrop=0, decoder_layerdrop=0) in the model's config"
 _SETTINGS = (
     _Setting(r"/transformers/", r"layerdrop|skip_the_layer", _DROPS),
@@ -235,10 +236,14 @@ def not_directly(error: Exception, direct: Exception) -> CaptureError:
     """Return the CaptureError for a model that dynamo cannot trace, and that fails when it is run instead."""
     reason = str(direct)
     if not isinstance(direct, CaptureError):
-        place = format_place(user_frame("".join(traceback.format_tb(direct.__traceback__))))
+        stack = "".join(traceback.format_tb(direct.__traceback__))
+        place = format_place(user_frame(stack))
         if isinstance(direct, TypeError) and trace_failure(error).kind.startswith("TypeError"):
             return CaptureError(_FAILS + str(direct) + place, for_arguments=True)
-        reason = _message(trace_failure(direct)) + place
+        failure = trace_failure(direct)
+        reason = _message(failure) + _setting(replace(failure, stack=stack)) + place
+        if trace_failure(error).kind == _GUARDS:  # torch's name for the same, without a line of the model
+            return CaptureError(reason)
     if DENSE_ONLY in reason:  # which dynamo says in its own words
         return CaptureError(reason)
     return CaptureError(f"{capture_error(error)}\nwithout dynamo, torch's tracer, it cannot be captured either: {reason}")

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -109,13 +109,68 @@ def _with_changes(
     found = changes_of(model, first.side_effects)
     if isinstance(found, SideEffect):
         raise side_effect_error(found, model)
+    before = {key: getattr(held, key[1]) for key, held in _added(model, found).items()}
     stand_in(model, found)
     try:
         traced = _traced(_Call(model, found), args, kwargs, mode)
     except RuntimeError as error:
         _log.info("torch cannot trace what the model changes", exc_info=error)
-        raise _changed_error(found, first.side_effects, model) from None
+        refusal = _changed_error(found, first.side_effects, model)
+        settled = _without_settled(model, args, kwargs, mode, first.side_effects, found, before)
+        if settled is None:
+            raise refusal from None
+        try:
+            stand_in(model, settled)
+            return TracedCall(_traced(_Call(model, settled), args, kwargs, mode), settled.changes)
+        except RuntimeError:
+            raise refusal from None
     return TracedCall(traced, found.changes)
+
+
+def _added(model: nn.Module, found: Traced) -> dict[tuple[Path, str], Any]:
+    """Return the objects to whose attributes a call adds, by the object's path and the attribute's name."""
+    return {(change.path, name): reach(model, change.path) for change in found.changes for name in change.added}
+
+
+def _without_settled(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    mode: Any,
+    effects: tuple[SideEffect, ...],
+    found: Traced,
+    before: dict[tuple[Path, str], Any],
+) -> Traced | None:
+    """Return the changes without the numbers that a second call leaves as the first one set them: a size that is limited to
+    that of the input, say. Calls before and after such a change have a program each. None if there are no such numbers.
+    """
+    added = _added(model, found)
+    first = _constants(effects)
+    for key, held in added.items():
+        setattr(held, key[1], first.get((id(held), key[1]), before[key]))
+    try:
+        second = _constants(_traced(_Call(model), args, kwargs, mode).side_effects)
+    except RuntimeError:
+        return None
+    finally:
+        for key, held in added.items():
+            setattr(held, key[1], before[key])
+    settled = {
+        key
+        for key, held in added.items()
+        if (number := (id(held), key[1])) in first and second.get(number, first[number]) == first[number]
+    }
+    if not settled:
+        return None
+    changes = [
+        replace(change, added=change.added - {name for path, name in settled if path == change.path}) for change in found.changes
+    ]
+    return Traced(tuple(changes), found.buffers)
+
+
+def _constants(effects: tuple[SideEffect, ...]) -> dict[tuple[int, str], Any]:
+    """Return the constants that a call stores, by the object's id and the attribute's name."""
+    return {(id(effect.changed), name): value for effect in effects for name, value in effect.constants.items()}
 
 
 def _changed_error(found: Traced, effects: tuple[SideEffect, ...], model: nn.Module) -> CaptureError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import random
 import re
+import sys
 import threading
 import traceback
 from importlib import import_module
@@ -827,6 +828,46 @@ def test_the_setting_of_a_library_that_avoids_it_is_named(
     assert str(raised.value) == (
         "the model branches on the value of a tensor, but a graph takes one path for all values; compute both sides and "
         f"choose with torch.where(condition, a, b){here}\n  {path}:7: {path.read_text().splitlines()[6].strip()}"
+    )
+
+
+SETS_UP_AND_ROUTES = """
+import threading
+import torch
+
+LOCK = threading.Lock()
+
+class Routes(torch.nn.Linear):
+    is_set_up = False
+
+    def forward(self, x):
+        if not self.is_set_up:
+            with LOCK:
+                self.is_set_up = True
+        y = super().forward(x)
+        expert_hit = y.sum(0).greater(0).nonzero()
+        return sum(y.sum() * expert[0] for expert in expert_hit)
+"""
+
+
+def test_experts_in_a_loop_are_named_where_the_model_sets_itself_up_in_its_first_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "transformers" / "integrations" / "moe.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(SETS_UP_AND_ROUTES)
+    spec = spec_from_file_location("sets_up_and_routes", path)
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "sets_up_and_routes", module)
+    spec.loader.exec_module(module)
+    with pytest.raises(CaptureError) as raised:
+        capture(module.Routes(4, 4), (torch.ones(2, 4),), training=True)
+    assert str(raised.value) == (
+        "the model makes a tensor whose shape depends on values, but the shapes of a graph are fixed; keep all elements and "
+        "blank out with torch.where, a product with the mask, or masked_fill; here, set "
+        f'experts_implementation="grouped_mm" in the model\'s config\n  {path}:15: '
+        "expert_hit = y.sum(0).greater(0).nonzero()"
     )
 
 

@@ -94,6 +94,20 @@ class Caches(Base):
         return (self.linear(x) * self.mask).sum()
 
 
+class Clamps(Base):
+    """Limits two numbers that it computes with to the size of the input, as Swin of transformers does, and counts calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.window, self.shift, self.calls = 5, 2, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if x.shape[1] <= self.window:
+            self.window, self.shift = x.shape[1], 0
+        return (self.linear(x).roll(self.shift, 1)[:, : self.window - 1] * self.window).sum()
+
+
 class Metric:
     def __init__(self) -> None:
         self.total: Any = 0
@@ -163,12 +177,13 @@ def train(model: nn.Module, mesh: DeviceMesh, rank: int = 0, options: Options = 
         (Keeps, 2),  # with the keys of the dict, and without
         (Average, 1),
         (Caches, 2),
+        (Clamps, 2),  # before the numbers are limited, and after
         (Measures, 2),  # a number becomes a tensor
         (lambda: Normed(nn.utils.weight_norm), 1),
         (lambda: Normed(nn.utils.spectral_norm), 1),
         (lambda: Normed(parametrizations.spectral_norm), 1),
     ],
-    ids=["counts", "appends", "keeps", "average", "caches", "measures", "weight_norm", "spectral_norm", "parametrized"],
+    ids=["counts", "appends", "keeps", "average", "caches", "clamps", "measures", "weight_norm", "spectral_norm", "parametrized"],
 )
 def test_objects_are_as_on_one_device_after_each_step(
     one_rank: DeviceMesh, make: Callable[[], nn.Module], programs: int
