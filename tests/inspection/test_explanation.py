@@ -67,9 +67,9 @@ up.weight: f32[4096, 1024] {tp:S(0)}
   the most promising alternatives: the whole step, all else chosen for each, by the search's model;
       this plan is simulated at 814 us
     layout       step   change  at least  compute  communication     memory
-  * {tp:S(0)}  803 us                      751 us        52.2 us   68.0 MiB
-    {tp:S(1)}  885 us  +10.2 %   +10.2 %   751 us         123 us   72.0 MiB
-    {tp:R}     888 us  +10.6 %   +10.6 %   781 us         107 us  120.0 MiB
+  * {tp:S(0)}  803 us                      751 us        52.2 us   76.0 MiB
+    {tp:S(1)}  885 us  +10.2 %   +10.2 %   751 us         123 us   80.0 MiB
+    {tp:R}     888 us  +10.6 %   +10.6 %   781 us         107 us  128.0 MiB
 passes
   solve changed %up_weight: f32[4096, 1024] {tp:S(0)} = parameter("up.weight")""")
 
@@ -82,9 +82,9 @@ down.weight: f32[1024, 4096] {tp:S(1)}
   the most promising alternatives: the whole step, all else chosen for each, by the search's model;
       this plan is simulated at 832 us
     layout       step   change  at least  compute  communication     memory
-  * {tp:S(1)}  803 us                      751 us        52.2 us   68.0 MiB
-    {tp:S(0)}  880 us   +9.5 %    +9.5 %   751 us         123 us   76.0 MiB
-    {tp:R}     888 us  +10.6 %   +10.6 %   781 us         107 us  120.0 MiB
+  * {tp:S(1)}  803 us                      751 us        52.2 us   76.0 MiB
+    {tp:S(0)}  880 us   +9.5 %    +9.5 %   751 us         123 us   84.0 MiB
+    {tp:R}     888 us  +10.6 %   +10.6 %   781 us         107 us  128.0 MiB
 collectives
   %reduce_scatter: reduce_scatter over tp, 6.0 MiB, forward, exposed 35.3 us of 35.3 us
     seed: megatron: row-parallel output      # test_explanation.py:39 down
@@ -112,9 +112,9 @@ down.weight: f32[1024, 4096] {tp:S(1)}
   the most promising alternatives: the whole step, all else chosen for each, by the search's model;
       this plan is simulated at 832 us
     layout       step   change  at least  compute  communication     memory
-  * {tp:S(1)}  803 us                      751 us        52.2 us   68.0 MiB
-    {tp:S(0)}  880 us   +9.5 %    +9.5 %   751 us         123 us   76.0 MiB
-    {tp:R}     888 us  +10.6 %   +10.6 %   781 us         107 us  120.0 MiB
+  * {tp:S(1)}  803 us                      751 us        52.2 us   76.0 MiB
+    {tp:S(0)}  880 us   +9.5 %    +9.5 %   751 us         123 us   84.0 MiB
+    {tp:R}     888 us  +10.6 %   +10.6 %   781 us         107 us  128.0 MiB
 %permute_1: f32[4096, 1024]<1, 4096> {tp:S(0)}      # test_explanation.py:39 down
 %mm_1: f32[2048, 1024] {tp:P(sum)}      # test_explanation.py:39 down
   constraint: tp:S(0) before its users: megatron: row-parallel output
@@ -124,10 +124,10 @@ down.weight: f32[1024, 4096] {tp:S(1)}
   the most promising alternatives: the whole step, all else chosen for each, by the search's model;
       this plan is simulated at 832 us
     layout          step   change  at least  compute  communication     memory
-  * {tp:S(1)}     803 us                      751 us        52.2 us   68.0 MiB
-    {tp:S(0)}     927 us  +15.4 %    +6.8 %   752 us         153 us   90.0 MiB
-    {tp:P(sum)}   976 us  +21.6 %   +16.4 %   777 us         182 us   90.0 MiB
-    {tp:R}       1.16 ms  +45.0 %   +36.3 %  1.04 ms         107 us  120.0 MiB
+  * {tp:S(1)}     803 us                      751 us        52.2 us   76.0 MiB
+    {tp:S(0)}     927 us  +15.4 %    +6.8 %   752 us         153 us   98.0 MiB
+    {tp:P(sum)}   976 us  +21.6 %   +16.4 %   777 us         182 us   98.0 MiB
+    {tp:R}       1.16 ms  +45.0 %   +36.3 %  1.04 ms         107 us  128.0 MiB
 collectives
   %reduce_scatter: reduce_scatter over tp, 6.0 MiB, forward, exposed 35.3 us of 35.3 us
     seed: megatron: row-parallel output      # test_explanation.py:39 down
