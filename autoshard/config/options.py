@@ -148,7 +148,7 @@ class Options:
 
     params: Placements | None = None
     """Placements of parameters by FQN or glob, such as `{"layers.*.wq.weight": {"tp": Shard(0)}}`; if several match a
-    name, the last one counts. They take precedence over any recipe. Those of another plan's layouts are taken, too.
+    name, the last one counts. They take precedence over any recipe. The placements of another plan's layouts are taken, too.
     """
 
     inputs: Placements | None = None
@@ -369,8 +369,9 @@ def _check_placements(what: str, given: object) -> None:
 
 
 def _with_layouts_as_text(given: Given | None) -> Given | None:
-    """Return placements with those of a plan's layouts as text: the outermost axis of a dim first, as what is bare in a text
-    splits what those before it left over.
+    """Return placements with those of a plan's layouts as text.
+
+    Axes that shard one dim are sorted from the outermost, as each axis of a text splits what the axes before it left.
     """
     if given is None or not any(isinstance(one, Placement) for axes in given.values() for one in axes.values()):
         return given
