@@ -65,6 +65,11 @@ def local_of_dtensor(tensor: DTensor) -> torch.Tensor:
     return tensor._local_tensor
 
 
+def is_on_every_rank(tensor: DTensor) -> bool:
+    """Return whether each rank has all of a DTensor, rather than a part or a term of it."""
+    return all(placement.is_replicate() for placement in tensor.placements)
+
+
 def relay_dtensor(tensor: DTensor, local: torch.Tensor, spec: DTensorSpec) -> None:
     """Replace the local part and the placements of `tensor` in place, so that optimizers that hold it keep working."""
     tensor._local_tensor = local

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autoshard.runtime.watch.call_watch import SharedCall, Watch
-from passes._torch import local_of_dtensor, read_numbers
+from passes._torch import is_on_every_rank, local_of_dtensor, read_numbers
 
 
 def read_whole_numbers(device_mesh: DeviceMesh, watch: Watch) -> None:
@@ -19,7 +19,7 @@ def read_whole_numbers(device_mesh: DeviceMesh, watch: Watch) -> None:
 def _whole(tensor: DTensor) -> torch.Tensor:
     """Return the whole tensor; on a mesh that has no sharded model, this rank's part, as torch does."""
     device_mesh, watch = tensor.device_mesh, _WATCHES.get(tensor.device_mesh)
-    if watch is None or all(placement.is_replicate() for placement in tensor.placements):
+    if watch is None or is_on_every_rank(tensor):
         return local_of_dtensor(tensor)
     traits = ("dtype", str(tensor.dtype)), ("placements", str(tensor.placements))
     with watch.call(SharedCall("item() on a DTensor", traits=traits, is_of_model=False)):

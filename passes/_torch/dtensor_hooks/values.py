@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dispatch import OpDispatcher
 
-from passes._torch.dtensor import local_of_dtensor, relay_dtensor, written_arguments
+from passes._torch.dtensor import is_on_every_rank, local_of_dtensor, relay_dtensor, written_arguments
 from passes._torch.fake import is_fake
 from passes._torch.patches import once
 from passes._torch.pytree import map_pytree
@@ -31,8 +31,7 @@ def _format_numbers() -> None:
     written: Any = DTensor.__format__
 
     def formatted(self: DTensor, spec: str) -> str:
-        is_whole = all(placement.is_replicate() for placement in self.placements)
-        is_number = self.dim() == 0 and (spec or is_whole)  # without a format, ranks' parts are shown as they are
+        is_number = self.dim() == 0 and (spec or is_on_every_rank(self))  # without a format, ranks' parts are shown as they are
         return format(self.item(), spec) if is_number else str(written(self, spec))
 
     DTensor.__format__ = formatted  # type: ignore[method-assign, assignment]
