@@ -59,9 +59,9 @@ class BucketCollectives(Pass):
 
     If the hardware is known, only members that are faster together are joined. The size of buckets is chosen per mesh axes
     and dtype: the one for which the graph, scheduled within `memory_limit` (bytes at its peak), is predicted to be fastest.
-    It can be none, since a bucket is copied together and apart, and hidden messages cost no latency. The bucketed graph is
-    priced again: if it is slower or does not fit, nothing is joined. If the hardware is not known, buckets have 1/16 of
-    `limit`. `fused` says whether Inductor joins kernels.
+    It can be none, since a bucket is copied together and apart; of messages that hide, only small ones are joined. The
+    bucketed graph is priced again: if it is slower or does not fit, nothing is joined. If the hardware is not known, buckets
+    have 1/16 of `limit`. `fused` says whether Inductor joins kernels.
 
     Before:
 

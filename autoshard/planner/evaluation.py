@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from torch.fx import GraphModule
@@ -23,7 +24,8 @@ from autoshard.plans.collectives import collectives_of, sends_of, with_remade
 from autoshard.plans.outcome import Cost, Recomputation
 from autoshard.plans.plan_values import inputs_of, layouts_by_name, results_by_name
 from passes.base import Observer, Pass, PassContext, Remark
-from passes.cost.simulate import Timeline
+from passes.cost.program import Program
+from passes.cost.simulate import Timeline, simulate
 from passes.errors import UnlikeLayersError
 from passes.fold import Fold
 from passes.ir.folded_layers import Repeats
@@ -174,7 +176,8 @@ def _folded(problem: Problem, gm: GraphModule, ctx: PassContext) -> Folded:
 class Evaluation:
     """A candidate's program and its simulated step.
 
-    `facts` are fields of a plan by name, for the graph of `folded`; `chunking` can still shorten the `timeline`.
+    `facts` are fields of a plan by name, for the graph of `folded`; `chunking` can still shorten the `timeline`, whose tasks are
+    those of `lowered` in a better order.
     """
 
     folded: Folded
@@ -185,6 +188,7 @@ class Evaluation:
     remarks: tuple[Remark, ...]
     edges: tuple[Edge, ...]
     timeline: Timeline
+    lowered: Program
     recomputation: Recomputation | None = None
     chunking: Chunking | None = None
 
@@ -201,6 +205,11 @@ class Evaluation:
     @property
     def cost(self) -> Cost:
         return cost_of(self.timeline)
+
+    @cached_property
+    def least_memory(self) -> int:
+        """Return the bytes that the step needs at its peak; a better order may take more, where there is more."""
+        return min(self.timeline.peak_memory, simulate(self.lowered).peak_memory)
 
     def largest(self, mesh: Mesh, most: int = 2) -> tuple[str, ...]:
         """Return the source lines of the largest values, with their sizes on a device."""
@@ -292,6 +301,7 @@ def _evaluated(
         tuple(ctx.remarks),
         tuple(ctx.edges),
         trial.timeline,
+        trial.program,
         trial.recomputation,
         chunking if chunking.could_save else None,  # if nothing can be saved, the program need not be kept
     )

@@ -417,8 +417,8 @@ def _with_estimate_corrected(task: SearchTask, answer: Answer | None, shrunk: Ca
 
 
 def _excess(answer: Answer) -> float:
-    """Return the bytes by which the solver estimates more memory than the simulator finds."""
-    return answer.solution.memory - answer.evaluation.cost.peak_memory - answer.evaluation.freed
+    """Return the bytes by which the solver estimates more memory than the step needs, as simulated."""
+    return answer.solution.memory - answer.evaluation.least_memory - answer.evaluation.freed
 
 
 def _faster(task: SearchTask, answer: Answer | None, other: Answer | None) -> Answer | None:

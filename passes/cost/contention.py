@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from passes.hardware.hardware import Hardware
+
 
 @dataclass(frozen=True)
 class Contention:
@@ -20,8 +22,18 @@ class Contention:
     kernels: float = 0.0
     links: float = 0.0
 
+    @staticmethod
+    def of(hardware: Hardware) -> Contention:
+        """Return the contention of kernels and collectives on these devices."""
+        return Contention(hardware.contention, hardware.link_contention)
+
     def __bool__(self) -> bool:
         return self.kernels > 0 or self.links > 0
+
+    @property
+    def delay(self) -> float:
+        """Return the seconds by which kernels end later beside a message that takes a second alone."""
+        return self.kernels * (1 + self.links) / (1 + self.kernels)
 
     def kernel_end(self, start: float, seconds: float, busy_until: float) -> float:
         """Return when a kernel that takes `seconds` alone ends, if it starts at `start` and links are in use until

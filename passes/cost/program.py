@@ -104,7 +104,7 @@ class Program:
     def contention(self) -> Contention:
         """Return the hardware's contention, none if the hardware is unknown."""
         hardware = self.mesh.hardware
-        return Contention() if hardware is None else Contention(hardware.contention, hardware.link_contention)
+        return Contention() if hardware is None else Contention.of(hardware)
 
     @cached_property
     def index(self) -> Index:

@@ -9,9 +9,9 @@ import pytest
 from passes.cost.collective_time import collective_seconds
 from passes.cost.program import Program, Task
 from passes.cost.scheduling.best_schedule import bucketed, schedule
-from passes.cost.scheduling.bucketing import FIRST, Growing, bucket
+from passes.cost.scheduling.bucketing import FIRST, Growing, Hidden, bucket
 from passes.cost.simulate import simulate
-from passes.hardware.hardware import hardware_named
+from passes.hardware.hardware import Hardware, hardware_named
 from passes.ir.mesh import Mesh
 from tests.cost.programs import gather, kernel, program
 
@@ -138,6 +138,37 @@ def test_a_sort_of_message_with_few_bytes_gets_a_bucket_that_is_smaller_than_the
     found, best = bucketed(given, (32 * MiB, 512 * MiB))
     assert found[("dp",), "f32"] == 8 * MiB
     assert best.timeline.step_time < schedule(given, buckets=(0, 32 * MiB, 512 * MiB)).timeline.step_time
+
+
+def _hidden_reductions(hardware: Hardware) -> Program:
+    """Return a backward whose kernels hide the reductions of a large gradient and four small ones per layer, inside a node."""
+    mesh, tasks = Mesh("dp=8", hardware=hardware), list[Task]()
+    for n in range(8):
+        tasks.append(kernel(f"h{n}", 1e-3, *([f"h{n - 1}"] if n else [])))
+        for name, nbytes in (("w", 16 * MiB), ("a", 8 * KiB), ("b", 8 * KiB), ("c", 8 * KiB), ("d", 8 * KiB)):
+            seconds = collective_seconds("all_reduce", nbytes, mesh.group_shape(("dp",)), hardware)
+            one = gather(f"{name}{n}", seconds, f"h{n}", deferrable=True, dtype="f32", nbytes=nbytes)
+            tasks.append(replace(one, kind="all_reduce", stream="inside"))
+    sizes = {task.outputs[0]: task.nbytes for task in tasks if task.is_collective}
+    return replace(program(*tasks, sizes=sizes), mesh=mesh)
+
+
+def test_of_messages_that_hide_only_small_ones_are_joined() -> None:
+    """Copies delay kernels by all of their seconds, a hidden message by a part of its own."""
+    given, tried = _hidden_reductions(hardware_named("h100")), (32 * MiB, 512 * MiB)
+    found, best = bucketed(given, tried)
+    assert found[("dp",), "f32"] in [Hidden(most) for most in tried]
+    messages = [task for task in best.program.tasks if task.is_collective]
+    alone, joined = ([task for task in messages if ("+" in task.name) is is_joined] for is_joined in (False, True))
+    assert [task.nbytes for task in alone] == [16 * MiB] * 8
+    assert sum(task.nbytes for task in joined) == 32 * 8 * KiB
+    assert best.timeline.step_time < 0.99 * schedule(given, buckets=(0, *tried)).timeline.step_time
+
+
+def test_hidden_messages_that_delay_no_kernel_are_sent_alone() -> None:
+    calm = replace(hardware_named("h100"), name="calm", contention=0.0)
+    given = _hidden_reductions(calm)
+    assert bucket(given, Hidden(512 * MiB)) == given
 
 
 def test_of_a_program_that_is_much_slower_than_another_no_more_sizes_are_tried() -> None:

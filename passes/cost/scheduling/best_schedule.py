@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from passes.cost.program import Program
-from passes.cost.scheduling.bucketing import Bucketing, Growing, Size, Sizes, Sort, seconds_by_sort
+from passes.cost.scheduling.bucketing import Bucketing, Growing, Hidden, Size, Sizes, Sort, seconds_by_sort
 from passes.cost.scheduling.least_step import least_step
 from passes.cost.scheduling.list_scheduling import list_schedule
 from passes.cost.scheduling.movable_tasks import MovableTasks
@@ -110,7 +110,7 @@ class _Joined:
 
 
 def _sizes_tried(
-    joined: _Joined, buckets: Sequence[int], memory_limit: int | None, windows: Sequence[int], worst: float
+    joined: _Joined, buckets: Sequence[Size], memory_limit: int | None, windows: Sequence[int], worst: float
 ) -> list[Schedule]:
     """Return the best order for the first bucket size, and for each other that joins anything and could be fast enough."""
     found: list[Schedule] = []
@@ -132,13 +132,15 @@ def bucketed(
 ) -> tuple[dict[Sort, Size], Schedule]:
     """Return the bucket size for each sort of message, out of `buckets`, and the best order with these sizes.
 
-    First the best common size is found; if more than `HIDDEN` of the step stays exposed, the size between the smallest and
-    the largest is tried too, then each sort's size is changed alone, also to less than the smallest and to buckets that grow,
-    and kept if that is faster. If bucketing saves less than `WORTH` of the step, nothing is joined: the time of the copies in
-    a graph is not known so precisely. `worst`: as for `schedule`; if the best common size is much slower, none are tried by sort.
+    First the best common size is found, for messages that kernels wait for and for those that hide. If more than `HIDDEN` of
+    the step stays exposed, the size between the smallest and the largest is tried too, then each sort's size is changed alone,
+    also to less than the smallest, to buckets that grow and to buckets for messages that hide, and kept if that is faster. If
+    bucketing saves less than `WORTH` of the step, nothing is joined: the time of the copies in a graph is not known so
+    precisely. `worst`: as for `schedule`; if the best common size is much slower, none are tried by sort.
     """
     joined = _Joined(program)
-    plain, *tries = _sizes_tried(joined, (0, *buckets), memory_limit, windows, worst)
+    hidden = tuple(map(Hidden, buckets))
+    plain, *tries = _sizes_tried(joined, (0, *buckets, *hidden), memory_limit, windows, worst)
     seconds = seconds_by_sort(program)
     none: dict[Sort, Size] = dict.fromkeys(seconds, 0)
     if not tries:
@@ -154,7 +156,7 @@ def bucketed(
     found: dict[Sort, Size] = dict.fromkeys(seconds, best.bucket_bytes)
     growing = tuple(map(Growing, buckets))
     alone = (0, min(buckets) // FEWER, *buckets) if len(seconds) > 1 else ()  # of one sort, these are the common sizes
-    sizes: tuple[Size, ...] = (*alone, *growing)
+    sizes: tuple[Size, ...] = (*alone, *growing, *hidden)
     for sort in seconds if not (is_worse or is_hidden) else ():
         others = [nbytes for nbytes in sizes if nbytes != found[sort]]
         for nbytes in others if seconds[sort] > WORTH * best.timeline.step_time else ():

@@ -29,7 +29,17 @@ class Growing:
         return min(self.most, self.most // FIRST << number)
 
 
-Size = int | Growing  # bytes of the largest bucket; 0: none is joined
+@dataclass(frozen=True)
+class Hidden:
+    """Buckets for messages that hide: they delay kernels by a part of their seconds only, but copies by all of theirs.
+
+    A message shares a bucket if, at best, this shortens that delay by more than its copies take.
+    """
+
+    most: int  # bytes of the largest
+
+
+Size = int | Growing | Hidden  # bytes of the largest bucket; 0: none is joined
 Sizes = Mapping[Sort, Size]
 FIRST = 64  # times fewer bytes in the first of growing buckets: of 64 MiB, the 1 MiB with which DDP begins
 SMALLER = 16  # the small bucket size tried is the limit / 16: of 400 MiB, the 25 MiB of DDP (bucket_cap_mb)
@@ -61,7 +71,8 @@ class Bucketing:
 
     def buckets(self, nbytes: Size | Sizes) -> tuple[tuple[int, ...], ...]:
         """Return the neighbours that are faster as one collective of at most `nbytes` than as several, copies included."""
-        return tuple(members for members in _neighbours(self.program, self._levels, nbytes) if self._is_faster(members))
+        found = _neighbours(self.program, self._levels, nbytes)
+        return tuple(members for members in found if self._is_faster(members, _size(self.program.tasks[members[0]], nbytes)))
 
     def joined(self, joinable: Sequence[tuple[int, ...]]) -> Program:
         """Return the program with these buckets.
@@ -86,9 +97,10 @@ class Bucketing:
             buffers += more
         return replace(program, tasks=_in_order(program, list(tasks.values()), places), buffers=tuple(buffers))
 
-    def _is_faster(self, members: tuple[int, ...]) -> bool:
-        joined, _ = self._join(members)
-        return sum(task.seconds for task in joined) < sum(self.program.tasks[number].seconds for number in members)
+    def _is_faster(self, members: tuple[int, ...], size: Size) -> bool:
+        (sent, message, received), _ = self._join(members)
+        saved = sum(self.program.tasks[number].seconds for number in members) - message.seconds
+        return sent.seconds + received.seconds < saved * _delay(self.program, size)
 
     def _join(self, members: tuple[int, ...]) -> tuple[tuple[Task, ...], tuple[Buffer, ...]]:
         if members not in self._joins:
@@ -125,7 +137,8 @@ def _neighbours(program: Program, levels: list[int], nbytes: Size | Sizes) -> li
         if not is_movable(task) or not task.nbytes:
             continue
         key = (task.kind, task.reduction, task.axes, task.dtype, task.backward, levels[number])
-        if not (size := nbytes[_sort(task)] if isinstance(nbytes, Mapping) else nbytes):
+        size = _size(task, nbytes)
+        if not size or (isinstance(size, Hidden) and not _is_worth_copying(program, number, size)):
             continue
         members, filled = open_.get(key, ([], 0))
         if not members or filled + task.nbytes > _limit(size, closed[key]):
@@ -137,8 +150,29 @@ def _neighbours(program: Program, levels: list[int], nbytes: Size | Sizes) -> li
     return [tuple(members) for members in found if len(members) > 1]
 
 
+def _size(task: Task, nbytes: Size | Sizes) -> Size:
+    return nbytes[_sort(task)] if isinstance(nbytes, Mapping) else nbytes
+
+
 def _limit(size: Size, number: int) -> int:
-    return size.limit(number) if isinstance(size, Growing) else size
+    if isinstance(size, Growing):
+        return size.limit(number)
+    return size.most if isinstance(size, Hidden) else size
+
+
+def _delay(program: Program, size: Size) -> float:
+    """Return the part of the seconds of a message that counts."""
+    return program.contention.delay if isinstance(size, Hidden) else 1.0
+
+
+def _is_worth_copying(program: Program, number: int, size: Hidden) -> bool:
+    """Return whether copies of a message take less than what is saved where it is a part of the largest bucket."""
+    task, index, hardware = program.tasks[number], program.index, program.mesh.hardware
+    assert hardware is not None
+    largest = max(size.most, task.nbytes)
+    share = collective_seconds(task.kind, largest, program.mesh.group_shape(task.axes), hardware) * task.nbytes / largest
+    copied = 2 * sum(program.buffers[b].nbytes for b in (*index.inputs[number], *index.outputs[number]))
+    return copied / hardware.memory_bandwidth < (task.seconds - share) * _delay(program, size)
 
 
 def is_movable(task: Task) -> bool:

@@ -156,7 +156,7 @@ def _merged(one: Attending, call: Call) -> float:
 
 def _beside(one: Attending, kernels: float, sent: float) -> float:
     """Return the seconds of kernels and of messages beside them, which slow each other down."""
-    contention = Contention(one.hardware.contention, one.hardware.link_contention)
+    contention = Contention.of(one.hardware)
     end = contention.kernel_end(0.0, kernels, sent)
     return max(end, contention.link_time(sent, 0.0, end))
 

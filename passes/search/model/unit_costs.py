@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from passes.cost.collective_time import collective_seconds, link_of
+from passes.cost.contention import Contention
 from passes.hardware.hardware import Group, Hardware
 from passes.ir.collectives import TAKE_PART
 from passes.ir.layout import Layout
@@ -98,8 +99,7 @@ class UnitCosts:
 
     def slowed(self, hidden: T) -> T:
         """Return the seconds that kernels take longer beside messages of `hidden` seconds: they do less work per second."""
-        kernels, between = self.hardware.contention, self.hardware.link_contention
-        return hidden * (kernels * (1 + between) / (1 + kernels))
+        return hidden * Contention.of(self.hardware).delay
 
     def spared(self, waits: Floats) -> Floats:
         """Return the seconds by which messages on each link would slow kernels down that wait for one on the other link."""
