@@ -26,6 +26,7 @@ from passes._torch import (
     dtensor_of_local,
     dtensor_spec,
     local_of_dtensor,
+    reduce_empty_parts,
     refuse_wrong_views,
     relay_dtensor,
     shard_of,
@@ -91,6 +92,7 @@ def distributed_copy(module: nn.Module, place: Place, layouts: Mapping[str, Layo
     write_to_parts(part_like)
     assign_data(part_like)
     draw_whole(part_like)
+    reduce_empty_parts()
     for child in copied.modules():
         child.register_load_state_dict_pre_hook(_take_parts)  # type: ignore[no-untyped-call]
     return copied

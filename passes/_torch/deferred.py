@@ -91,6 +91,11 @@ def draw_whole(laid_out_as: Callable[[torch.Tensor, DTensor], DTensor]) -> None:
     _module("dtensor_hooks.values").draw_whole(laid_out_as)
 
 
+def reduce_empty_parts() -> None:
+    """Let `max()`, `amax()`, `argmax()` and norms of a DTensor be one device's where a rank has no elements of it."""
+    _module("dtensor_hooks.empty_parts").reduce_empty_parts()
+
+
 def read_numbers(whole_of: Callable[[DTensor], torch.Tensor]) -> None:
     """Let `item()`, and with it `bool()`, `float()` and formats, of a DTensor read what `whole_of` returns, not a rank's part."""
     _module("dtensor_hooks.values").read_numbers(whole_of)

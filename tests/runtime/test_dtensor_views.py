@@ -6,7 +6,7 @@ import logging
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 import torch
@@ -146,7 +146,38 @@ READS: dict[str, Callable[[torch.Tensor], float]] = {
     "several": lambda weight: sum(part.norm().item() for part in weight.chunk(2)),
 }
 
+def _infinite_norm(weight: torch.Tensor) -> float:
+    weight.grad = (weight * 2).detach()
+    norm = nn.utils.clip_grad_norm_([weight], 5.0, norm_type=float("inf"))
+    return norm.item() + weight.grad.sum().item()
+
+
+EXTREMA: dict[str, Callable[[torch.Tensor], float]] = {
+    "largest": lambda weight: weight.max().item(),
+    "smallest": lambda weight: weight.abs().min().item(),
+    "largest of rows": lambda weight: weight.amax(0).sum().item(),
+    "smallest of columns": lambda weight: weight.amin(1, keepdim=True).sum().item(),
+    "where the largest is": lambda weight: weight.argmax().item(),
+    "where the smallest of columns is": lambda weight: weight.argmin(1).sum().item(),
+    "largest row": lambda weight: weight.max(0).values.sum().item(),
+    "clipped by the infinite norm": _infinite_norm,
+    "norm of the least": lambda weight: torch.linalg.vector_norm(weight + 1, float("-inf")).item(),
+    "largest of several": lambda weight: torch._foreach_max([weight, weight * 2])[1].item(),
+    "in a compiled function": lambda weight: torch.compile(_largest, backend="eager")(weight),
+    "sum": lambda weight: weight.sum().item(),
+}
+
+
+def _largest(weight: torch.Tensor) -> float:
+    return weight.max().item()
+
+
 LAYOUTS = (Layout((Split(0), R)), 7), (Layout((Split(0), Split(1))), 7), (Layout((Split(0, outer=2), Split(0))), 8)
+FEW_ROWS = (
+    *((Layout((Split(0), R)), rows) for rows in (1, 2)),
+    (Layout((R, Split(0))), 1),
+    *((Layout((Split(0), Split(1))), rows) for rows in (1, 2)),
+)  # of most, some rank has none
 
 
 def _wrong(rank: int) -> dict[str, list[str]]:
@@ -156,15 +187,22 @@ def _wrong(rank: int) -> dict[str, list[str]]:
     place = place_of(device_mesh)
     distributed_copy(nn.Linear(8, 8), place, None)  # once a module is sharded, DTensors are corrected
     open_groups(device_mesh, place.mesh)
-    return {"changes": _wrong_changes(place, CHANGES), "draws": _wrong_changes(place, DRAWS), "reads": _wrong_reads(place)}
+    return {
+        "changes": _wrong_changes(place, CHANGES),
+        "draws": _wrong_changes(place, DRAWS),
+        "reads": _wrong_reads(place, READS, LAYOUTS),
+        "extrema": _wrong_reads(place, EXTREMA, FEW_ROWS),
+    }
 
 
-def _wrong_reads(place: Place) -> list[str]:
+def _wrong_reads(
+    place: Place, reads: Mapping[str, Callable[[torch.Tensor], float]], layouts: Sequence[tuple[Layout, int]]
+) -> list[str]:
     wrong = []
-    for layout, rows in LAYOUTS:
+    for layout, rows in layouts:
         whole = nn.Parameter(torch.arange(rows * 6.0).view(rows, 6))
         parts = distributed_parameter(whole, place, layout)
-        for name, read in READS.items():
+        for name, read in reads.items():
             if abs(read(parts) - read(whole)) > 1e-4:
                 wrong.append(f"{name} of {layout}: {read(parts)}, not {read(whole)}")
     return wrong
@@ -210,3 +248,10 @@ def test_random_numbers_are_those_of_one_device(wrong: list[dict[str, list[str]]
 def test_a_number_that_is_read_is_that_of_the_whole(wrong: list[dict[str, list[str]]]) -> None:
     """DTensor reads this rank's part: `if grad.isnan().any()` let one rank alone leave out a step."""
     assert [one["reads"] for one in wrong] == [[]] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+def test_a_largest_number_is_found_where_a_rank_has_none(wrong: list[dict[str, list[str]]]) -> None:
+    """DTensor reduces each rank's part first: `bias.max()` of one number failed on one rank, for which the other waited."""
+    assert [one["extrema"] for one in wrong] == [[]] * 4
