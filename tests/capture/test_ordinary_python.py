@@ -23,6 +23,7 @@ from autoshard import check as check_on_ranks
 from autoshard.capture.capture import capture
 from passes.errors import InputError
 from passes.ir.graph import region_of
+from tests.capture.asserting import Asserts
 from tests.capture.comparing import check
 
 LOCK = threading.Lock()
@@ -186,6 +187,10 @@ def test_checks_of_values_are_left_out_with_a_remark() -> None:
     assert [(remark.text, remark.origin.source) for remark in captured.call.remarks] == [
         (said, "if labels is not None and labels.max() >= 4:"),
         (said, "if not (labels >= 0).all():"),
+    ]
+    captured = capture(Asserts(), (torch.ones(2, 4), torch.ones(2, dtype=torch.int64)), training=True)
+    assert [(remark.text, remark.origin.source) for remark in captured.call.remarks] == [
+        (said, 'assert labels.max() < 4, "labels are below 4"'),
     ]
 
 

@@ -154,6 +154,8 @@ def _watch_messages() -> Iterator[tuple[list[LeftOut], list[OutsideRead]]]:
 
     def asserted(tx: Any, truth: Any, push: Any) -> bool:
         if _ASSERT(tx, truth, push):
+            if _of_jump("value").is_tensor():
+                found.append(LeftOut("raise", _stack()))
             return True
         if push or not (condition := _of_jump("value")).is_tensor():
             return False
