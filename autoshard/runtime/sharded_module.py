@@ -21,6 +21,7 @@ from autoshard.runtime.calls.drawing import draw_whole
 from autoshard.runtime.calls.global_batch import parts_of
 from autoshard.runtime.calls.loaded_states import take_loaded_states
 from autoshard.runtime.calls.original_parameters import remember_originals
+from autoshard.runtime.calls.other_parameters import compare_other_parameters
 from autoshard.runtime.calls.programs import (
     ONE_MODEL,
     CallSettings,
@@ -234,6 +235,7 @@ def shard_module(
     draw_whole(sharded)
     remember_originals(module, sharded)
     take_loaded_states()
+    compare_other_parameters(place.device_mesh, groups)
     if planned is not None:
         described = format_planned(sharded, planned.signature, gradients=gradients)
         install(sharded, state, state.mode(sharded, gradients=gradients), planned, described, started=started)

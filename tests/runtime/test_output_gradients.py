@@ -1,12 +1,15 @@
-"""Each rank computes a loss of its own outside of the model: gradients of outputs that all ranks share are joined."""
+"""Each rank computes a loss of its own outside of the model: gradients of outputs that all ranks share are joined, those of
+parameters beside the model are compared."""
 
 from __future__ import annotations
 
 import copy
+import logging
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -139,3 +142,40 @@ def test_a_loss_that_uses_a_whole_output_on_some_ranks_alone_is_an_error() -> No
             "loss uses what all ranks share: output 1); make the same calls in the same order, with the same options, on every "
             "rank"
         )
+
+
+def _train_beside(rank: int) -> dict[str, list[str]]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("autoshard.programs").addHandler(handler)
+    found = {}
+    for how in ("local", "averaged", "unused on one rank", "alone"):
+        torch.manual_seed(0)
+        model: Any = autoshard(torch.nn.Linear(4, 4), mesh, options=Options(recipe="fsdp", compile="eager"))
+        head, other = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
+        held = [*head.parameters()] if how == "alone" else [*model.parameters(), *head.parameters(), *other.parameters()]
+        optimizer = torch.optim.SGD(held, lr=0.1)
+        for _ in range(2):
+            (x,) = model.shard(torch.randn(8, 4))
+            (head if rank or how != "unused on one rank" else other)(model(x)).square().mean().backward()
+            for parameter in head.parameters():
+                if how == "averaged":
+                    dist.all_reduce(parameter.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+        found[how] = list(told)
+        told.clear()
+    return found
+
+
+def test_a_parameter_beside_the_model_whose_gradients_differ_is_told_once() -> None:
+    first, second = run_on_ranks(_train_beside, 2)
+    said = (
+        "an optimizer holds float32[3, 4], a parameter that is not of the sharded model, and ranks 0 and 1 have different "
+        "gradients of it: each has that of its part of the batch, so that ranks train it apart. Make it a part of the model, "
+        "such as a module that holds model and loss, or average its gradient over the ranks before each step"
+    )
+    assert first == {"local": [said], "averaged": [], "unused on one rank": [said], "alone": []}
+    assert not any(second.values())
