@@ -540,3 +540,17 @@ def test_a_copy_of_a_recurrent_model_has_no_parameters_of_the_model() -> None:
     copied = plain_copy(model)
     assert all(parameter.is_meta for parameter in copied.parameters())
     assert [id(one) for one in copied._flat_weights] == [id(one) for one in copied.parameters()]
+
+
+def test_a_module_that_holds_a_sharded_one_is_not_wrapped_either(one_rank: DeviceMesh) -> None:
+    holder = nn.Sequential(nn.Sequential(autoshard(nn.Linear(2, 2), one_rank)), nn.Linear(2, 2))
+    assert len(list(holder.named_parameters())) == 4
+    squares = torch.compile(lambda: sum(one.square().sum() for one in holder[0].parameters()), backend="eager", fullgraph=True)
+    assert squares() > 0
+    with pytest.raises(UserError) as caught:
+        nn.parallel.DistributedDataParallel(holder)
+    assert str(caught.value) == (
+        "a sharded model must not be wrapped in DistributedDataParallel, by itself or in another module: its gradients are those "
+        "of the global batch already; use it as it is (with accelerate, prepare optimizer and data alone; transformers.Trainer "
+        "counts on a loss per process: write the loop)"
+    )

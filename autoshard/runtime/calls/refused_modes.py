@@ -57,13 +57,17 @@ class Refusals(nn.Module):
             "torch.distributed.checkpoint, and shard the model again after loading (copy.deepcopy makes a second one)"
         )
 
-    @property
-    def _ddp_params_and_buffers_to_ignore(self) -> Any:
-        # DistributedDataParallel reads this before anything else; others may list all attributes of a module.
-        if sys._getframe(1).f_code.co_filename != distributed.__file__:
-            raise AttributeError
-        raise UserError(
-            "a sharded model must not be wrapped in DistributedDataParallel: its gradients are those of the global batch "
-            "already; use it as it is (with accelerate, prepare optimizer and data alone; transformers.Trainer counts on a loss "
-            "per process: write the loop)"
-        )
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+        # DistributedDataParallel goes through the parameters of what it wraps, which may hold this model.
+        if torch.compiler.is_compiling():  # dynamo cannot trace a look at the stack
+            return super().named_modules(*args, **kwargs)
+        frame = sys._getframe(1)
+        while frame.f_code.co_filename == nn.modules.module.__file__ and frame.f_back is not None:
+            frame = frame.f_back
+        if frame.f_code.co_filename == distributed.__file__:
+            raise UserError(
+                "a sharded model must not be wrapped in DistributedDataParallel, by itself or in another module: its gradients "
+                "are those of the global batch already; use it as it is (with accelerate, prepare optimizer and data alone; "
+                "transformers.Trainer counts on a loss per process: write the loop)"
+            )
+        return super().named_modules(*args, **kwargs)
