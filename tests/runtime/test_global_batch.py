@@ -42,6 +42,11 @@ def test_tensors_beyond_those_of_the_model_are_cut_like_its_first_input() -> Non
     part = cut(labels[:, 0])
     with pytest.raises(InputError, match=r"a tensor beyond the model's arguments is int64\[2\], this rank's part of int64\[4\]"):
         _like_first(part, first[:2], first[1:2, :4], layout, place)
+    with pytest.raises(InputError) as error:
+        cut(labels.to("meta"))
+    assert str(error.value) == (
+        "a tensor beyond the model's arguments is on meta, where tensors have no values; give model.shard one on cpu"
+    )
 
 
 @pytest.mark.parametrize("options", [Options(recipe={"dp": "fsdp", "cp": "context"}), Options()])

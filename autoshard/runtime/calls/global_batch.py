@@ -102,7 +102,10 @@ def _part(path: str, tensor: torch.Tensor, batch: int | None, splits: Splits, pl
 
 
 def _cut(name: str, tensor: torch.Tensor, layout: Layout, place: Place) -> torch.Tensor:
-    part = local_part(tensor, layout, place.mesh, place.coordinate).to(place.device)
+    part = local_part(tensor, layout, place.mesh, place.coordinate)
+    if part.is_meta and place.device.type != "meta":
+        raise InputError(f"{name} is on meta, where tensors have no values; give model.shard one on {place.device.type}")
+    part = part.to(place.device)
     if part.shape != tensor.shape:
         if tensor in _PARTS:
             raise InputError(
