@@ -51,14 +51,28 @@ def parse_plan(kind: type[Plan], text: str, *, source: str = "the plan") -> Plan
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file atomically. Raises PlanError if it cannot be written."""
+    """Write a file atomically; one that a link leads to is written, and a device or a pipe is written into.
+
+    Raises PlanError if it cannot be written.
+    """
+    try:
+        if path.exists() and not path.is_file():
+            path.write_text(text, encoding="utf-8")
+        else:
+            _replace(path.resolve(), text)
+    except OSError as error:
+        raise PlanError(f"the plan cannot be written to {path}: {error.strerror}; give a path that can be") from error
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file beside `path`, and put it in its place once it is whole."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         beside.write_text(text, encoding="utf-8")
         os.replace(beside, path)
-    except OSError as error:
+    except OSError:
         beside.unlink(missing_ok=True)
-        raise PlanError(f"the plan cannot be written to {path}: {error.strerror}; give a path that can be") from error
+        raise
 
 
 def read_text(path: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -17,7 +18,7 @@ from torch.distributed.tensor import Shard
 from autoshard import Mesh, Options, Overlap, PlanError, ShardingPlan, plan
 from autoshard.config.settings import options_of, settings_of
 from autoshard.plans.outcome import Candidate, Cost, Memory, Search
-from autoshard.plans.plan_file import SCHEMA, VERSION
+from autoshard.plans.plan_file import SCHEMA, VERSION, write_text
 from passes.base import Remark
 from passes.ir.graph import Origin
 from tests.models import build
@@ -105,6 +106,28 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
         f"the plan cannot be written to {path}: No space left on device; give a path that can be"
     )
     assert [(file, file.read_text()) for file in tmp_path.iterdir()] == [(path, "before")]
+
+
+def test_what_a_link_leads_to_is_written(tmp_path: Path) -> None:
+    path, link = tmp_path / "plan.json", tmp_path / "latest.json"
+    link.symlink_to(path)
+    for _ in range(2):  # once where the file is not there yet
+        made().save(link)
+        assert link.is_symlink()
+        assert ShardingPlan.load(path) == made()
+
+
+def test_a_pipe_is_written_into_and_stays(tmp_path: Path) -> None:
+    """So is a device: a user who may write to its folder would lose `/dev/null` otherwise."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDWR)
+    try:
+        write_text(pipe, "a plan")
+        assert pipe.is_fifo()
+        assert os.read(reader, 100) == b"a plan"
+    finally:
+        os.close(reader)
 
 
 def message(function: Callable[..., Any], *args: Any) -> str:
