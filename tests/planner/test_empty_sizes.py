@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autoshard import Mesh, Options, plan
@@ -34,6 +37,19 @@ class HoldsNothing(nn.Module):
         return self.layer(x).mean() + (self.layer(x) @ self.nothing.t()).sum()
 
 
+class Compares(nn.Module):
+    """Has a loss that is a mean over elements."""
+
+    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.loss = nn.Linear(8, 8), loss
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.loss(self.layer(x), x)
+
+
+LOSSES = (F.mse_loss, F.smooth_l1_loss, F.huber_loss, F.l1_loss, F.binary_cross_entropy, F.poisson_nll_loss, F.cross_entropy)
+
 CALLS = {
     "an empty batch": (lambda: nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)), torch.zeros(0, 8)),
     "an empty batch of tokens": (Attends, torch.zeros(0, 4, dtype=torch.int64)),
@@ -50,6 +66,12 @@ def test_empty_tensors_are_planned(name: str, recipe: str) -> None:
     made = plan(build(), Mesh("dp=2,tp=2", hardware="h100"), (x,), options=Options(recipe=recipe))
     assert "dp=2" in str(made)
     assert made.search is None or not [one.note for one in made.search.candidates if "failed" in one.note]
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
+def test_the_loss_of_an_empty_batch_is_planned(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+    made = plan(Compares(loss), Mesh("dp=2", hardware="h100"), (torch.zeros(0, 8),), options=Options(recipe="fsdp"))
+    assert made.parameters["layer.weight"].shape == (8, 8)
 
 
 def test_a_sequence_without_positions_is_not_sharded() -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._decomp import decomposition_table
+from torch._decomp.decompositions import Reduction
 from torch._ops import OpOverload
 
 aten = torch.ops.aten
@@ -87,6 +89,18 @@ def draw_below(x: Tensor, high: int, *, generator: torch.Generator | None = None
     return draw_in_range(x, 0, high, generator=generator)
 
 
+def _also_of_nothing(op: OpOverload) -> Callable[..., Any]:
+    """Return torch's decomposition of the gradient of a mean, which divides by the number of elements, also for none of them."""
+    rule = decomposition_table[op]
+
+    def gradient_of_mean(gradient: Tensor, x: Tensor, target: Tensor, reduction: int, *constants: float) -> Any:
+        return rule(gradient, x, target, reduction if x.numel() else Reduction.SUM.value, *constants)
+
+    return gradient_of_mean
+
+
+_MEANS = (aten.mse_loss_backward.default, aten.smooth_l1_loss_backward.default, aten.huber_loss_backward.default)
+
 _WITH_GENERATOR = {
     aten.rand.generator: aten.rand.default,
     aten.randn.generator: aten.randn.default,
@@ -101,6 +115,7 @@ _WITH_GENERATOR = {
 
 DECOMPOSITIONS: dict[Any, Any] = {
     **{op: _without_generator(other) for op, other in _WITH_GENERATOR.items()},
+    **{op: _also_of_nothing(op) for op in _MEANS},
     getattr(aten.random, "from"): draw_in_range,
     aten.random.to: draw_below,
     aten.multinomial.default: draw_categories,
