@@ -64,10 +64,10 @@ def _module(path: Path) -> ModuleType:
 
 
 def _guarded(call: Callable[[], Any], what: str) -> Any:
-    """Return `call()`; raise UserError, with the user's line, for anything that it raises."""
+    """Return `call()`; raise UserError, with the user's line, for anything that it raises, an exit included."""
     try:
         return call()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
         own = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith("<frozen")]
         place = f" ({Path(own[-1].filename).name}:{own[-1].lineno}: {own[-1].line})" if own else ""

@@ -22,6 +22,7 @@ from autoshard.config.display import Display
 ROOT = Path(__file__).parents[2]
 
 SOURCE = """
+import sys
 import torch
 from torch import nn
 
@@ -36,6 +37,9 @@ def named(*, width):
 
 def broken():
     raise KeyError("weights")
+
+def leaves():
+    sys.exit(1)
 
 def bare():
     return nn.Linear(2, 2)
@@ -134,13 +138,14 @@ def test_no_recipe_on_any_axis(capsys: pytest.CaptureFixture[str]) -> None:
         ("plan notes.txt:small --mesh dp=2", "'notes.txt' is no Python file; the target is 'file.py:function'"),
         (
             "plan model.py:smal --mesh dp=2",
-            "model.py has no 'smal'; its functions are small, named, broken, bare. Did you mean 'small'?",
+            "model.py has no 'smal'; its functions are small, named, broken, leaves, bare. Did you mean 'small'?",
         ),
         ("plan model.py:WIDTH --mesh dp=2", "model.py:WIDTH is int, not a function that gives (model, args)"),
         (
             "plan model.py:broken --mesh dp=2",
-            """model.py:broken raised KeyError: 'weights' (model.py:15: raise KeyError("weights"))""",
+            """model.py:broken raised KeyError: 'weights' (model.py:16: raise KeyError("weights"))""",
         ),
+        ("plan model.py:leaves --mesh dp=2", "model.py:leaves raised SystemExit: 1 (model.py:19: sys.exit(1))"),
         (
             "plan model.py:bare --mesh dp=2",
             "model.py:bare gives Linear; it has to give (model, args) or (model, args, kwargs): an nn.Module, a tuple "
