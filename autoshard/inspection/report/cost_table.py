@@ -99,16 +99,21 @@ def _nearly_equal(search: Search) -> str:
 def candidates_table(search: Search) -> Table:
     """Return a row per simulated plan, the fastest that fits first; the chosen one is marked."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("candidate", no_wrap=True)
+    table.add_column("candidate")
     for name in ("step", "compute", "exposed", "hidden", "memory"):
         table.add_column(name, no_wrap=True, justify="right")
     table.add_column("")
     for candidate in sorted((one for one in search.candidates if one.cost), key=_order):
         chosen = candidate.name == search.chosen
-        table.add_row(
-            f"{'*' if chosen else ' '} {candidate.name}", *_figures(candidate), style="bold" if chosen else ""
-        )
+        table.add_row(_marked(candidate.name, chosen=chosen), *_figures(candidate), style="bold" if chosen else "")
     return table
+
+
+def _marked(name: str, *, chosen: bool) -> Table:
+    """Return a name behind its mark, so that the lines of a long one begin below each other."""
+    cell = Table.grid()
+    cell.add_row("* " if chosen else "  ", escape(name))
+    return cell
 
 
 def format_declined(search: Search) -> list[str]:
