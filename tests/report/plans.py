@@ -38,6 +38,18 @@ class Deep(nn.Module):
         return x.square().mean()
 
 
+class Frozen(nn.Module):
+    """Has a parameter that is not trained, and one of complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.scale = nn.Linear(64, 64), nn.Parameter(torch.zeros(64, dtype=torch.complex64))
+        self.trunk.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.trunk(x) * self.scale).abs()
+
+
 @cache
 def deep() -> ShardingPlan:
     with torch.device("meta"):
@@ -65,6 +77,14 @@ def unknown_hardware() -> ShardingPlan:
     """Return a plan without a step."""
     case = build("mlp", dtype=torch.float32)
     return plan(case.model, Mesh("dp=2,tp=2"), case.args, case.kwargs, options=Options(recipe="ddp", hardware=None))
+
+
+def frozen(*, trained: bool) -> ShardingPlan:
+    """Return a plan without a step, of a model whose parameters are not trained, or all but one."""
+    with torch.device("meta"):
+        model, x = Frozen(), torch.empty(4, 64)
+        model.scale.requires_grad_(trained)
+    return plan(model, Mesh("dp=2"), (x,), options=Options(recipe="fsdp", hardware=None))
 
 
 @cache

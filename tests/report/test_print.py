@@ -11,7 +11,7 @@ from autoshard import ShardingPlan
 from autoshard.inspection.report.modules import OPTIMIZER_ROW, ModuleTable, module_table, read_placed
 from autoshard.inspection.report.table import format_html, format_plan
 from autoshard.plans.names import fold_names, fold_text
-from tests.report.plans import deep, followed, searched, tiny_llama, unknown_hardware
+from tests.report.plans import deep, followed, frozen, searched, tiny_llama, unknown_hardware
 
 
 def plain(plan: ShardingPlan, width: int = 100) -> str:
@@ -76,6 +76,29 @@ output: In[B_dp, S_tp, D] . W[D, G_tp.dp] -> [B_dp, S, G_tp]
 (optimizer): """,
     )
     assert table.sizes["S"] == 32 and table.sizes["D"] == 64 and table.sizes["H"] == 8
+
+
+@pytest.mark.parametrize(
+    ("trained", "expected"),
+    [
+        (True, "parameters per rank: 8.4 KiB of 16.8 KiB, gradients 256 B"),
+        (False, "parameters per rank: 8.4 KiB of 16.8 KiB, no gradients"),
+    ],
+)
+def test_gradients_are_of_what_is_trained(*, trained: bool, expected: str) -> None:
+    assert expected in plain(frozen(trained=trained)).splitlines()
+
+
+def test_long_names_of_candidates_leave_room_for_their_notes() -> None:
+    search = searched().search
+    assert search is not None
+    long = "solved, batch padded for dp x tp, dims not padded"
+    note = "solved again with dearer messages"
+    candidates = tuple(replace(one, name=long, note=note) for one in search.candidates if one.name == search.chosen)
+    text = plain(replace(searched(), search=replace(search, candidates=candidates, chosen=long)))
+    rows = text[text.index("\ncandidate") + 1 : text.index("in  ")].splitlines()
+    assert [row[:27].rstrip() for row in rows][1:] == ["* solved, batch padded for", "  dp x tp, dims not padded"]
+    assert [row[74:] for row in rows][1:] == ["fits: solved again with", "dearer messages"]
 
 
 def test_what_was_not_simulated_has_a_line_and_a_plan_without_a_step_says_bytes() -> None:

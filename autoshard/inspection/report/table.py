@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import io
+import math
+import re
 import shutil
 import sys
 from collections.abc import Iterator
 
+import torch
 from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.table import Table
@@ -25,7 +28,7 @@ from passes.ir.units import format_bytes, format_seconds
 WIDTH, WIDEST = 100, 140  # columns where the terminal does not say, and at most
 NOTHING = 5e-9  # seconds
 FIGURES = 11  # columns of one figure and what stands around it
-_BYTES = {"float64": 8, "float32": 4, "int64": 8, "int32": 4, "bfloat16": 2, "float16": 2, "bool": 1}
+_GRADIENT = re.compile(r'\bgradient\("([^"]*)"\) %')  # a result of a program's text, which is a value, not None
 
 
 def format_plan(plan: PlanRecord, *, width: int | None = None, colour: bool | None = None) -> str:
@@ -148,13 +151,15 @@ def _legend(modules: ModuleTable, axis: str) -> str:
 
 
 def _memory_line(plan: PlanRecord) -> str:
-    stored = sum(_size(v, v.local_shape(plan.mesh)) for v in plan.parameters.values())
-    whole = sum(_size(v, v.shape) for v in plan.parameters.values())
-    return f"parameters per rank: {format_bytes(stored)} of {format_bytes(whole)}, gradients the same"
+    stored = {name: _nbytes(one, one.local_shape(plan.mesh)) for name, one in plan.parameters.items()}
+    whole = sum(_nbytes(one, one.shape) for one in plan.parameters.values())
+    trained = set(_GRADIENT.findall(plan.graphs.get("CAPTURED", ""))).intersection(stored)
+    shown = f"gradients {format_bytes(sum(stored[name] for name in trained))}" if trained else "no gradients"
+    if trained == set(stored):
+        shown = "gradients the same"
+    return f"parameters per rank: {format_bytes(sum(stored.values()))} of {format_bytes(whole)}, {shown}"
 
 
-def _size(value: Value, shape: tuple[int, ...]) -> int:
-    size = _BYTES.get(value.dtype, 4)
-    for length in shape:
-        size *= length
-    return size
+def _nbytes(value: Value, shape: tuple[int, ...]) -> int:
+    dtype: torch.dtype = getattr(torch, value.dtype)
+    return math.prod(shape) * dtype.itemsize
