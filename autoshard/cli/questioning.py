@@ -52,10 +52,19 @@ def _explain(given: argparse.Namespace) -> None:
     whole step; whose constraint it is; its origin; which passes touched it. A saved plan has all but prices and passes."""
     if given.mesh is None and ":" in given.target:
         raise UserError(f"give --mesh to plan {given.target} on, or a saved plan")
-    if given.mesh is not None and ":" not in given.target:
-        raise UserError(f"{given.target} is a saved plan, which has its mesh: leave --mesh out, or give file.py:function to plan")
+    if ":" not in given.target and (extra := _planning_options(given)):
+        raise UserError(
+            f"{given.target} is a saved plan, which has its mesh and options: leave {', '.join(extra)} out, or give "
+            "file.py:function to plan"
+        )
     plan = ShardingPlan.load(given.target) if given.mesh is None else find_plan(given)
     print(plan.explain(given.what))
+
+
+def _planning_options(given: argparse.Namespace) -> list[str]:
+    """Return the options of planning that were given, as they are written."""
+    names = ("mesh", "hardware", "batch", "seq", "bf16", "memory_limit", "time_limit", "inference", "recipe")
+    return [f"--{name.replace('_', '-')}" for name in names if vars(given)[name] not in (None, False, "auto")]
 
 
 def _replay(given: argparse.Namespace) -> None:

@@ -208,7 +208,12 @@ def test_no_recipe_on_any_axis(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (
             "explain plan.json --mesh dp=2 --what x",
-            "plan.json is a saved plan, which has its mesh: leave --mesh out, or give file.py:function to plan",
+            "plan.json is a saved plan, which has its mesh and options: leave --mesh out, or give file.py:function to plan",
+        ),
+        (
+            "explain plan.json --what x --recipe ddp --bf16 --memory-limit 1GB",
+            "plan.json is a saved plan, which has its mesh and options: leave --bf16, --memory-limit, --recipe out, or give "
+            "file.py:function to plan",
         ),
         (
             "crossover --devices 8",
