@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from expecttest import assert_expected_inline
 
-from autoshard import ShardingPlan
+from autoshard import Mesh, ShardingPlan
 from autoshard.inspection.report.modules import OPTIMIZER_ROW, ModuleTable, module_table, read_placed
 from autoshard.inspection.report.table import format_html, format_plan
 from autoshard.plans.names import fold_names, fold_text
@@ -76,6 +76,10 @@ output: In[B_dp, S_tp, D] . W[D, G_tp.dp] -> [B_dp, S, G_tp]
 (optimizer): """,
     )
     assert table.sizes["S"] == 32 and table.sizes["D"] == 64 and table.sizes["H"] == 8
+
+
+def test_one_rank_is_no_ranks() -> None:
+    assert plain(replace(unknown_hardware(), mesh=Mesh("dp=1,tp=1"))).startswith("plan on 1 rank: dp=1 ddp, tp=1 ddp\n")
 
 
 @pytest.mark.parametrize(

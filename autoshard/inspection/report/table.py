@@ -54,7 +54,8 @@ def _print(plan: PlanRecord, console: Console) -> None:
         f"{n}={s} {r or '-'}" for n, s, r in zip(plan.mesh.names, plan.mesh.sizes, plan.recipes, strict=True)
     )
     hardware = f" of {plan.mesh.hardware.name}" if plan.mesh.hardware else ""
-    console.print(f"[bold]plan[/bold] on {plan.mesh.size} ranks{hardware}: {recipes}", highlight=False)
+    ranks = "1 rank" if plan.mesh.size == 1 else f"{plan.mesh.size} ranks"
+    console.print(f"[bold]plan[/bold] on {ranks}{hardware}: {recipes}", highlight=False)
     if plan.cost:
         console.print(cost_table(plan.cost, plan.search, plan.recomputation, plan.timeline))
     else:
