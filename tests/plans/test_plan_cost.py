@@ -131,7 +131,7 @@ def test_what_is_proven_is_said() -> None:
     slower = "the solver's model puts every plan at 1.40 s or more, above this one, and so proves nothing"
     assert said(1.4, 1.0) == f"{simulated}; {slower}"
     assert said(None, 1.0) == simulated
-    assert said(None, None) == "solved of 4 candidates"
+    assert said(None, None) == said(None, 0.0) == "solved of 4 candidates"
 
 
 def test_memory_by_kind_adds_up_to_the_peak() -> None:

@@ -74,7 +74,7 @@ def format_recomputation(recomputation: Recomputation) -> str:
 def _proof(search: Search) -> str:
     """Return what was chosen, and what is proven of all other plans: by the simulator, and by the solver's model."""
     found = [f"chose {search.chosen} of {len(search.candidates)} candidates{_nearly_equal(search)}"]
-    if search.least is not None:
+    if search.least:  # kernels that are all fused are in no bound
         found.append(f"no plan is simulated faster than {format_seconds(search.least)}, for its kernels alone")
     if search.gap is not None:
         assert search.bound is not None
