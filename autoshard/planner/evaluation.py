@@ -303,7 +303,7 @@ def _evaluated(
         trial.timeline,
         trial.program,
         trial.recomputation,
-        chunking if chunking.could_save else None,  # if nothing can be saved, the program need not be kept
+        chunking if chunking.could_save else None,
     )
 
 
