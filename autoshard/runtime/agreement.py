@@ -32,6 +32,7 @@ T = TypeVar("T")
 HASHED_BYTES_MAX = 1 << 20
 
 FEW = 16  # integers that ranks may give alike by chance, as labels of a few samples
+FEW_ROWS = 4  # unlike rows of integers, of which fewer are often alike by chance, as masks of two padded samples
 
 
 @dataclass(frozen=True)
@@ -219,7 +220,8 @@ class Compared:
     def shared(self) -> tuple[tuple[str, Given], ...]:
         """Return tensors that are split along an axis, but equal on all of its ranks while others are not, each with the axis.
 
-        Rows that are all alike, such as positions, or that are few numbers, such as labels, tell nothing.
+        Rows that are all alike, such as positions, and integers that are few, such as labels, or that are in few unlike rows,
+        such as a padding mask of a small batch, tell nothing.
         """
         found = list[tuple[str, Given]]()
         for axis, name in enumerate(self.mesh.names):
@@ -279,9 +281,11 @@ def _is_varied(tensor: torch.Tensor) -> bool:
 
 def _has_unlike_rows(tensor: torch.Tensor, dim: int) -> bool:
     """Return whether indices of a dim have unlike values, of which enough that ranks do not have the same by chance."""
-    if tensor.shape[dim] < 2 or (not tensor.is_floating_point() and tensor.numel() < FEW):
+    if tensor.shape[dim] < 2:
         return False
-    return not bool((tensor == tensor.narrow(dim, 0, 1)).all())
+    if tensor.is_floating_point() or tensor.is_complex():
+        return not bool((tensor == tensor.narrow(dim, 0, 1)).all())
+    return tensor.numel() >= FEW and len(torch.unique(tensor, dim=dim).movedim(dim, 0)) >= FEW_ROWS
 
 
 def digest(tensor: torch.Tensor) -> str:

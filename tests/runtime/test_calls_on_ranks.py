@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
@@ -181,8 +183,8 @@ class ReadsTable(torch.nn.Module):
         super().__init__()
         self.layer = torch.nn.Linear(6, 6)
 
-    def forward(self, x: torch.Tensor, table: torch.Tensor, positions: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-        return ((self.layer(x) @ table.T).logsumexp(-1) + positions.sum(-1) + label).mean()
+    def forward(self, x: Tensor, table: Tensor, positions: Tensor, label: Tensor, mask: Tensor) -> Tensor:
+        return ((self.layer(x) @ table.T.float()).logsumexp(-1) + positions.sum(-1) + label + mask.sum(-1)).mean()
 
 
 def _give_a_table(rank: int) -> list[str]:
@@ -191,19 +193,20 @@ def _give_a_table(rank: int) -> list[str]:
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("autoshard.programs").addHandler(handler)
-    x, table = torch.randn(4, 6) + rank, torch.arange(24.0).reshape(4, 6)
-    positions, label = torch.arange(6).expand(4, 6), torch.tensor([0, 1, 1, 0])  # equal by design, and by chance
-    for inputs in (None, {"table": {"dp": "R"}}):
+    x, whole = torch.randn(4, 6) + rank, torch.arange(24.0).reshape(4, 6)
+    positions = torch.arange(6).expand(4, 6)  # equal by design
+    label, mask = torch.tensor([0, 1, 1, 0]), torch.arange(6) < torch.tensor([[6], [4], [6], [5]])  # equal by chance
+    for inputs, table in product((None, {"table": {"dp": "R"}}), (whole, whole.long())):
         options = Options(recipe="ddp", compile="eager", inputs=inputs)
         model: Any = autoshard(ReadsTable(), mesh, options=options)
-        model(x, table, positions, label)
-        model(x[:2], table[:2], positions[:2], label[:2])  # another program, of which the same would be said
+        model(x, table, positions, label, mask)
+        model(x[:2], table[:2], positions[:2], label[:2], mask[:2])  # another program, of which the same would be said
     return told
 
 
 def test_a_table_that_is_taken_for_a_part_of_the_batch_is_told_once() -> None:
     first, second = run_on_ranks(_give_a_table, 2)
-    assert first == [
+    assert first == 2 * [
         "the ranks of axis 'dp' gave equal values of input 'table', but other inputs differ: it has as many rows as a rank's "
         "part of the batch, so it is taken for a part, and all parts are joined. If each rank is to read all of it, say so with "
         "Options(inputs={'table': {'dp': 'R'}})"
