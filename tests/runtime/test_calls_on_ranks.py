@@ -178,6 +178,42 @@ def test_a_whole_batch_that_every_rank_gives_as_its_part_is_told_once() -> None:
     assert not any(second.values())
 
 
+def _cut_unlike(rank: int) -> list[list[str]]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("autoshard.programs").addHandler(handler)
+    batch, found = torch.arange(12.0).reshape(4, 3), list[list[str]]()
+    for how in ("own", "same", "noise"):
+        model: Any = autoshard(torch.nn.Linear(3, 3), mesh, options=Options(recipe="ddp", compile="eager"))
+        given = batch + rank if how == "own" else batch.clone()
+        (part,) = model.shard(given)
+        if how == "noise":
+            part += rank  # in place, so in the whole batch, too
+        model(part)
+        if how != "noise":
+            with torch.no_grad():
+                model(*model.shard(given))  # another program, of which the same would be said
+        found.append(list(told))
+        told.clear()
+    return found
+
+
+def test_ranks_that_cut_unlike_batches_are_told_once() -> None:
+    first, second = run_on_ranks(_cut_unlike, 2)
+    assert first == [
+        [
+            "the ranks of axis 'dp' gave model.shard(...) unlike batches, by 'input': each took its part of its own batch, and "
+            "the samples in the other parts are left out. Give every rank the same batch, as a loader with one seed does, or let "
+            "each rank load its part alone with model.sampler(...), and call the model without model.shard"
+        ],
+        [],
+        [],
+    ]
+    assert not any(second)
+
+
 class ReadsTable(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -10,18 +10,16 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from autoshard.capture.signature import format_tensor
 from autoshard.runtime.calls.programs import RuntimeState, bound_call
+from autoshard.runtime.calls.whole_batches import remember, whole_shape
 from autoshard.runtime.global_call import Splits, batch_of, tensors_of
 from autoshard.runtime.parameters import Place
 from autoshard.runtime.whole_tensor import WholeTensor, replicated_tensor
 from passes._torch import flatten_pytree, map_pytree
 from passes.errors import InputError
 from passes.ir.layout import Layout, R, Shard, local_part
-
-_PARTS = WeakIdKeyDictionary()  # this rank's part of a tensor -> the shape of the whole
 
 
 def parts_of(
@@ -107,11 +105,11 @@ def _cut(name: str, tensor: torch.Tensor, layout: Layout, place: Place) -> torch
         raise InputError(f"{name} is on meta, where tensors have no values; give model.shard one on {place.device.type}")
     part = part.to(place.device)
     if part.shape != tensor.shape:
-        if tensor in _PARTS:
+        if (whole := whole_shape(tensor)) is not None:
             raise InputError(
                 f"{name} is {format_tensor(tensor.shape, tensor.dtype)}, this rank's part of "
-                f"{format_tensor(_PARTS[tensor], tensor.dtype)}, which model.shard(...) returned before; use it as it is, or "
+                f"{format_tensor(whole, tensor.dtype)}, which model.shard(...) returned before; use it as it is, or "
                 "give model.shard the whole batch"
             )
-        _PARTS[part] = tuple(tensor.shape)
+        remember(part, tensor)
     return part

@@ -32,6 +32,7 @@ from autoshard.runtime.calls.model_state import ModelStates
 from autoshard.runtime.calls.new_parameters import take_over
 from autoshard.runtime.calls.random_stream import RandomStream
 from autoshard.runtime.calls.torch_settings import torch_settings
+from autoshard.runtime.calls.whole_batches import UNLIKE, unlike_wholes
 from autoshard.runtime.execution import Execution, LocalProgram, bind
 from autoshard.runtime.global_call import Splits, batch_of, tensors_of
 from autoshard.runtime.parameters import Place, lay_out
@@ -488,3 +489,8 @@ def _agree_on_inputs(state: RuntimeState, execution: Execution, call: Call) -> N
                 axis,
             )
         state.repeated.add(item.what)
+    layouts = {item.spec.path: item.layout for item in execution.inputs}
+    for axis, paths in unlike_wholes(state.groups, tensors_of(call.leaves), layouts).items():
+        if UNLIKE not in state.repeated and state.groups.rank == state.groups.mesh.ranks[0]:
+            _log.warning(UNLIKE, axis, joined([repr(path) for path in paths]))
+        state.repeated.add(UNLIKE)
