@@ -102,6 +102,7 @@ def test_an_axis_of_which_nothing_says_whether_it_carries_data(name: str) -> Non
 
 def test_an_axis_that_says_whether_it_carries_data() -> None:
     assert batch_axes_of(Options(), Mesh("pod=2,dp_replicate=2,tp=2,dp_shard=2,data=2")) == (0, 1, 3, 4)
+    assert batch_axes_of(Options(), Mesh("tensor_parallel=2,data_parallel=2")) == (1,)  # as Lightning names them
     assert batch_axes_of(Options(), Mesh("dp=2,x=1")) == (0,)
     assert batch_axes_of(Options(), Mesh("dp=2,cp=2,context=2")) == (0,)
     assert batch_axes_of(Options(inputs={"tokens": {"x": "R"}}), Mesh("dp=2,x=4")) == (0,)

@@ -9,7 +9,8 @@ from passes.recipes.context_parallel import CONTEXT_AXES, FSDP_CONTEXT
 from passes.recipes.fsdp import FSDP
 from passes.recipes.megatron import MEGATRON
 
-# Names that PyTorch's tutorials, torchtitan (dp_replicate, dp_shard) and MaxText (data, fsdp, pod) give to axes of the batch.
+# Names that PyTorch's tutorials, torchtitan (dp_replicate, dp_shard), MaxText (data, fsdp, pod) and Lightning (data_parallel)
+# give to axes of the batch.
 DATA_AXES = (
     "dp",
     "data",
@@ -24,8 +25,9 @@ DATA_AXES = (
     "dp_replicate",
     "dp_shard",
     "pod",
+    "data_parallel",
 )
-TENSOR_AXIS = "tp"  # torchtitan's and Megatron-LM's name for the tensor-parallel axis: its ranks share one batch
+TENSOR_AXES = ("tp", "tensor_parallel")  # torchtitan's and Megatron-LM's name, and Lightning's: its ranks share one batch
 
 
 def batch_axes_of(options: Options, mesh: Mesh) -> tuple[int, ...]:
@@ -37,7 +39,7 @@ def batch_axes_of(options: Options, mesh: Mesh) -> tuple[int, ...]:
     """
     constrained = {axis for axes in (options.inputs or {}).values() for axis in axes}
     for name, size in zip(mesh.names, mesh.sizes, strict=True):
-        if size > 1 and name not in (*DATA_AXES, TENSOR_AXIS, *CONTEXT_AXES, *constrained):
+        if size > 1 and name not in (*DATA_AXES, *TENSOR_AXES, *CONTEXT_AXES, *constrained):
             raise MeshError(_question(name, mesh))
     return tuple(axis for axis, name in enumerate(mesh.names) if name in DATA_AXES)
 
@@ -48,13 +50,13 @@ def _question(name: str, mesh: Mesh) -> str:
     return (
         f"nothing says whether the batch is split over axis {name!r} of the mesh {mesh}; give {examples[0]} if it is, "
         f"{examples[1]} or Options(inputs={{'*': {{{name!r}: 'R'}}}}) if every rank of it has the same batch, or a plan "
-        f"(plan=...), or call the axis {DATA_AXES[0]!r}, {TENSOR_AXIS!r} or, for the sequence, {CONTEXT_AXES[0]!r}"
+        f"(plan=...), or call the axis {DATA_AXES[0]!r}, {TENSOR_AXES[0]!r} or, for the sequence, {CONTEXT_AXES[0]!r}"
     )
 
 
 def usual_recipe(name: str) -> str | None:
     """Return the usual recipe for an axis of this name; None if the name does not say what the axis is for."""
-    if name == TENSOR_AXIS:
+    if name in TENSOR_AXES:
         return MEGATRON.name
     if name in CONTEXT_AXES:
         return FSDP_CONTEXT[0].name

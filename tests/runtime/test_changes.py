@@ -384,7 +384,8 @@ REFUSED = {
     "`torch.jit.trace(model, ...)`": TRACED,
     "`DistributedDataParallel(model)`": "refused: a sharded model must not be wrapped in DistributedDataParallel, by itself or "
     "in another module: its gradients are those of the global batch already; use it as it is (with accelerate, prepare "
-    "optimizer and data alone; transformers.Trainer counts on a loss per process: write the loop)",
+    "optimizer and data alone; with Lightning, give Trainer(strategy=ModelParallelStrategy(...)); transformers.Trainer counts on "
+    "a loss per process: write the loop)",
     "`fully_shard(model)`": "refused: parameter 'block.linear.weight' is distributed once more, as by fully_shard or "
     "parallelize_module, and the model is sharded over dp=1 already; leave the former out",
     "a sparse tensor": "refused: input 'x' is torch.sparse_coo, but a program takes dense tensors; give .to_dense()",

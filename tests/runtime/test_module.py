@@ -551,6 +551,6 @@ def test_a_module_that_holds_a_sharded_one_is_not_wrapped_either(one_rank: Devic
         nn.parallel.DistributedDataParallel(holder)
     assert str(caught.value) == (
         "a sharded model must not be wrapped in DistributedDataParallel, by itself or in another module: its gradients are those "
-        "of the global batch already; use it as it is (with accelerate, prepare optimizer and data alone; transformers.Trainer "
-        "counts on a loss per process: write the loop)"
+        "of the global batch already; use it as it is (with accelerate, prepare optimizer and data alone; with Lightning, give "
+        "Trainer(strategy=ModelParallelStrategy(...)); transformers.Trainer counts on a loss per process: write the loop)"
     )

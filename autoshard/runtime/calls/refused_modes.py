@@ -68,6 +68,7 @@ class Refusals(nn.Module):
             raise UserError(
                 "a sharded model must not be wrapped in DistributedDataParallel, by itself or in another module: its gradients "
                 "are those of the global batch already; use it as it is (with accelerate, prepare optimizer and data alone; "
-                "transformers.Trainer counts on a loss per process: write the loop)"
+                "with Lightning, give Trainer(strategy=ModelParallelStrategy(...)); transformers.Trainer counts on a loss per "
+                "process: write the loop)"
             )
         return super().named_modules(*args, **kwargs)
