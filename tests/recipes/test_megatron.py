@@ -98,3 +98,27 @@ def test_a_projection_with_parts_of_different_sizes_is_a_fourth_on_each_rank_and
     assert ways == ([2, 2] if dp == "fsdp" else [1, 1])
     found = check(model, "dp=2,tp=2", args, plan=made)
     assert found and found.tolerance <= 1e-9, str(found)
+
+
+class Scored(nn.Module):
+    """A head whose logits are returned beside the loss, as Hugging Face's models return them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok, self.head = nn.Embedding(VOCAB, DIM), nn.Linear(DIM, VOCAB, bias=False)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.head(self.tok(tokens))
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits
+
+
+@pytest.mark.parametrize("outputs", [None, {"1": {"tp": "S(2)"}}, {"1": {"tp": "S(1)", "dp": "S(0)"}}])
+def test_a_head_is_vocabulary_parallel_though_its_logits_are_an_output(outputs: dict[str, dict[str, str]] | None) -> None:
+    torch.manual_seed(0)
+    model, tokens = Scored().double(), torch.randint(VOCAB, (BATCH, SEQ))
+    options = Options(recipe="fsdp+megatron", outputs=outputs)
+    made = plan(model, Mesh("dp=2,tp=2", hardware="cpu"), (tokens, tokens), options=options)
+    assert placements(made, "head") == {"head.weight": "S(0)"}
+    assert not [remark for remark in made.remarks if "stays whole" in remark.text]
+    found = check(model, "dp=2,tp=2", (tokens, tokens), plan=made)
+    assert found and found.tolerance <= 1e-9, str(found)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Node
 
-from passes.ir.graph import item_of, operands, results_of, tensor_of
+from passes.ir.graph import is_reshard, item_of, operands, results_of, tensor_of
 from passes.ir.layout import Placement, R, Shard
 from passes.recipes.megatron.linears import Linear, digits_of
 from passes.recipes.weights import on_form, on_parameter, resized_form
@@ -114,8 +114,8 @@ class Carry:
                 self.stream[node] = None
                 self._pass_through(node, inputs)
             return True
-        if (item := item_of(node)) is not None:
-            source, position = item
+        if (item := item_of(node)) is not None or is_reshard(node):  # a reshard constrains an output, on whichever axis
+            source, position = item or (inputs[0], 0)
             self.carried[node] = (self.carried[source][position],)
             self.sources[node] = self.sources[source]
             return True

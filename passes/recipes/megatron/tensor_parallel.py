@@ -19,6 +19,7 @@ from torch.fx import Node
 
 from passes.ir.graph import input_of, operands, origin_of, tensor_of
 from passes.ir.layout import R, Shard
+from passes.ir.text import format_target
 from passes.recipes.megatron.carry import Carry, carry_shardings
 from passes.recipes.megatron.linears import Linear, find_linears, forward_nodes
 from passes.recipes.megatron.stream import depends_on_input, stream_placement
@@ -108,7 +109,7 @@ def _why_whole(linear: Linear, carry: Carry) -> str:
 
 def _at(node: Node) -> str:
     """Return an op and its place, as graphs write them: `sort, model.py:9 layers.0`."""
-    op = str(node.target).removeprefix("aten.").removesuffix(".default")
+    op = format_target(node.target)
     return f"{op}, {origin_of(node)}" if str(origin_of(node)) else op
 
 
