@@ -183,9 +183,9 @@ def _notes(plan: PlanRecord, state: PlanningState | None) -> Iterator[str]:
     elif plan.mesh.hardware is None:
         yield "alternatives have no price where the figures of the device are not known: give Options(hardware='h100')"
     else:
-        searched = state.prepared
-        if searched is not None and (axes := format_axis_groups(searched.skeleton.axis_groups, plan.mesh)):
-            yield f"alternatives are of plans that use {axes} alike, as this one was found"
+        if axes := format_axis_groups(state.axis_groups, plan.mesh):
+            why = "so that they are found in seconds" if state.prepared is None else "as this one was found"
+            yield f"alternatives are of plans that use {axes} alike, {why}"
         runs = repeats_of(state.folded.graph).runs
         for run in runs:
             yield f"{run}: equal layers take equal choices"

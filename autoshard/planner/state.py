@@ -10,6 +10,7 @@ from autoshard.planner.evaluation import Folded, seeded
 from autoshard.planner.problem import Problem
 from autoshard.planner.recomputation import memory_budget_of
 from passes.search.goal import Goal
+from passes.search.model.axis_groups import AxisGroups, coarse_groups, single_axes
 from passes.search.prepared import Prepared, Searched, prepare
 
 
@@ -22,6 +23,16 @@ class PlanningState:
     effort: Effort
     prepared: Prepared | None = None  # the problem of the search that made the plan
 
+    @property
+    def axis_groups(self) -> AxisGroups:
+        """Return the mesh axes that the search uses alike: those of the search that made the plan, else few enough for
+        an answer in seconds.
+        """
+        if self.prepared is not None:
+            return self.prepared.skeleton.axis_groups
+        mesh = self.problem.mesh
+        return next(iter(coarse_groups(mesh)), single_axes(mesh))
+
     @cached_property
     def searched(self) -> Searched:
         """Return the solver's exploration of the model, made on first use. Raises UserError if the hardware is
@@ -30,7 +41,8 @@ class PlanningState:
         prepared, options = self.prepared, self.problem.options
         if prepared is None:
             gm = seeded(self.problem, self.folded, (None,) * self.problem.mesh.ndim)
-            prepared = prepare(gm, self.problem.mesh, optimizer=options.optimizer, hiding=self.problem.hiding)
+            mesh, hiding = self.problem.mesh, self.problem.hiding
+            prepared = prepare(gm, mesh, self.axis_groups, optimizer=options.optimizer, hiding=hiding)
         budget = memory_budget_of(self.problem, prepared)
         keep, curve = options.keeps_gathered, budget.recomputation
         return prepared.explore(Goal(budget.limit, self.effort.gap, options.time_limit, keep, curve))

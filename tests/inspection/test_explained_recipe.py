@@ -1,0 +1,40 @@
+"""What a plan of a recipe on many axes is asked is answered in seconds: its alternatives use some axes alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autoshard import Mesh, Options, plan
+from autoshard.planner import state
+from passes.search.prepared import Prepared, prepare
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(1024, 4096, bias=False), nn.Linear(4096, 1024, bias=False)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.down(torch.relu(self.up(x))), y)
+
+
+def test_alternatives_to_a_recipe_on_three_axes_use_two_of_them_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    stated: list[Prepared] = []
+
+    def stating(*args: Any, **named: Any) -> Prepared:
+        stated.append(prepare(*args, **named))
+        return stated[-1]
+
+    monkeypatch.setattr(state, "prepare", stating)
+    with torch.device("meta"):
+        model, x = Wide(), torch.empty(2048, 1024)
+    options = Options(recipe={"dp": "fsdp", "ep": "fsdp", "tp": "megatron"})
+    found = plan(model, Mesh("dp=2,ep=2,tp=2", hardware="h100"), (x, x), options=options).explain("up.weight")
+    assert [one.skeleton.axis_groups for one in stated] == [((0, 1), (2,))]
+    assert any(one.layout == found.choices[0].layout for one in found.choices[0].alternatives)
+    assert found.notes == ("alternatives are of plans that use dp and ep alike, so that they are found in seconds",)
