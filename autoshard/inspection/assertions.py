@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
+from types import NoneType
 
+from autoshard.config.validation import check_count, check_kind
 from autoshard.inspection.explanation import folded_collectives
 from autoshard.inspection.sharding_plan import ShardingPlan
 from autoshard.plans.collectives import Collective
@@ -35,14 +37,15 @@ def assert_plan(
     Counts are exact, for one step: a collective that runs again in the backward counts twice; `axis` limits them to
     collectives over it. `step_ms`, `exposed_ms` (predicted) and `peak_gb` (1e9 bytes on a device) are upper limits, as
     is `fallbacks`: the number of ops that run on whole tensors because no rule shards them. `golden` is a saved plan
-    that this one has to equal. Raises UserError for a limit on something that was not predicted, and PlanError for a
-    golden plan that cannot be read.
+    that this one has to equal. Raises UserError for an argument of another type and for a limit on something that was
+    not predicted, and PlanError for a golden plan that cannot be read.
     """
-    if axis is not None:
-        plan.mesh.index(axis)
     counts = {"all_gathers": all_gathers, "reduce_scatters": reduce_scatters, "all_reduces": all_reduces}
     counts["all_to_alls"] = all_to_alls
     limits = {"step_ms": step_ms, "exposed_ms": exposed_ms, "peak_gb": peak_gb}
+    _check(plan, counts | {"fallbacks": fallbacks}, limits, golden)
+    if axis is not None:
+        plan.mesh.index(axis)
     found = [
         *(line for name, count in counts.items() if count is not None for line in _counted(plan, name, count, axis)),
         *(line for name, limit in limits.items() if limit is not None for line in _limited(plan, name, limit)),
@@ -51,6 +54,18 @@ def assert_plan(
     ]
     if found:
         raise AssertionError("the plan is not as expected:\n" + "\n".join(found))
+
+
+def _check(plan: object, counts: Mapping[str, object], limits: Mapping[str, object], golden: object) -> None:
+    """Raise UserError for an argument of `assert_plan` of another type."""
+    where = "assert_plan"
+    check_kind(where, "plan", plan, PlanRecord, "a plan; ShardingPlan.load(path) reads a saved one")
+    for name, count in counts.items():
+        if count is not None:
+            check_count(where, name, count, "how many there are")
+    for name, limit in limits.items():
+        check_kind(where, name, limit, (int, float, NoneType), "a number")
+    check_kind(where, "golden", golden, (str, PathLike, NoneType), "the path that a plan was saved to")
 
 
 def _counted(plan: PlanRecord, name: str, expected: int, axis: str | None) -> Iterator[str]:

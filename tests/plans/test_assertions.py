@@ -92,3 +92,19 @@ def test_a_limit_on_what_was_not_predicted() -> None:
     assert str(caught.value) == (
         "assert_plan(peak_gb=1): nothing was predicted for this plan; make it with autoshard.plan(...)"
     )
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"plan": "plan.json"}, "plan='plan.json'): give a plan; ShardingPlan.load(path) reads a saved one"),
+        ({"fallbacks": "0"}, "fallbacks='0'): give how many there are, a whole number of 0 or more"),
+        ({"all_gathers": -1}, "all_gathers=-1): give how many there are, a whole number of 0 or more"),
+        ({"peak_gb": "1"}, "peak_gb='1'): give a number"),
+        ({"golden": 3}, "golden=3): give the path that a plan was saved to"),
+    ],
+)
+def test_an_argument_of_another_type_is_refused(given: dict[str, Any], text: str) -> None:
+    with pytest.raises(UserError) as caught:
+        assert_plan(**{"plan": planned(), **given})
+    assert str(caught.value) == f"assert_plan({text}"
