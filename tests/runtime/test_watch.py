@@ -102,7 +102,8 @@ def test_ranks_that_make_different_calls_all_say_which() -> None:
         f"{ADVICE}",
         f"{begins} forward call 2 {net}, rank 1 makes forward call 1 of Net (model 2) (training, with gradients){ADVICE}",
         f"{begins} backward call 2 of Net, rank 1 makes forward call 3 {net}{ADVICE}",
-        f"{begins} item() on a DTensor, rank 1 makes forward call 4 {net}{ADVICE}",
+        f"{begins} item() on a DTensor, rank 1 makes forward call 4 {net}; each rank holds a part of the number: read it on "
+        "every rank, as by norm = norm.item(), and print or log it on one",
         f"{begins} autoshard(...) of Net (model 3) with recipe 'ddp', rank 1 makes autoshard(...) of Net (model 3) with recipe "
         f"'fsdp'{ADVICE}",
     ]

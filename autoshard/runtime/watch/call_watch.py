@@ -37,6 +37,7 @@ class SharedCall:
     traits: tuple[tuple[str, str], ...] = ()
     details: str = field(default="", repr=False, compare=False)  # shown where ranks disagree: "x: float32[8, 4]"
     is_of_model: bool = True  # False: no model makes it
+    advice: str = "make the same calls in the same order, with the same options, on every rank"  # where ranks disagree
 
     def text(self, model: str) -> str:
         """Return "forward call 3 of Net (training, with gradients)"."""
@@ -155,9 +156,10 @@ class Watch:
         if texts[0] == texts[1]:
             names = [name for name in dict([*first.traits, *second.traits]) if first.trait(name) != second.trait(name)]
             texts = (f"{texts[0]} with {first.traits_text(names)}", f"{texts[1]} with {second.traits_text(names)}")
+        advice = next((one.advice for one in (first, second) if one.advice != SharedCall.advice), SharedCall.advice)
         raise DistributedError(
             f"ranks make different calls: rank {self._ranks[0]} makes {texts[0]}, rank {self._ranks[other]} makes "
-            f"{texts[1]}; make the same calls in the same order, with the same options, on every rank"
+            f"{texts[1]}; {advice}"
         )
 
 
