@@ -1,4 +1,4 @@
-"""What a plan of a recipe on many axes is asked is answered in seconds: its alternatives use some axes alike."""
+"""Explaining a plan of a recipe on three axes takes seconds: its alternatives use two of the axes alike."""
 
 from __future__ import annotations
 
@@ -6,21 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 
 from autoshard import Mesh, Options, plan
 from autoshard.planner import state
 from passes.search.prepared import Prepared, prepare
-
-
-class Wide(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(1024, 4096, bias=False), nn.Linear(4096, 1024, bias=False)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.mse_loss(self.down(torch.relu(self.up(x))), y)
+from tests.inspection.test_explanation import Wide
 
 
 def test_alternatives_to_a_recipe_on_three_axes_use_two_of_them_alike(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,10 @@ class Hidden:
 
     most: int  # bytes of the largest
 
+    def limit(self, number: int) -> int:
+        """Return the bytes of a bucket, which are the same for all."""
+        return self.most
+
 
 Size = int | Growing | Hidden  # bytes of the largest bucket; 0: none is joined
 Sizes = Mapping[Sort, Size]
@@ -57,7 +61,7 @@ def bucket(program: Program, nbytes: Size | Sizes) -> Program:
 
 
 def buckets(program: Program, nbytes: Size | Sizes) -> tuple[tuple[int, ...], ...]:
-    """Return the `neighbours` that are faster as one collective than as several, copies included."""
+    """Return the `neighbours` that delay kernels less as one collective than as several, copies included."""
     return Bucketing(program).buckets(nbytes)
 
 
@@ -70,7 +74,7 @@ class Bucketing:
         self._joins: dict[tuple[int, ...], tuple[tuple[Task, ...], tuple[Buffer, ...]]] = {}
 
     def buckets(self, nbytes: Size | Sizes) -> tuple[tuple[int, ...], ...]:
-        """Return the neighbours that are faster as one collective of at most `nbytes` than as several, copies included."""
+        """Return the neighbours that delay kernels less as one collective of at most `nbytes` than as several."""
         found = _neighbours(self.program, self._levels, nbytes)
         return tuple(members for members in found if self._is_faster(members, _size(self.program.tasks[members[0]], nbytes)))
 
@@ -155,13 +159,11 @@ def _size(task: Task, nbytes: Size | Sizes) -> Size:
 
 
 def _limit(size: Size, number: int) -> int:
-    if isinstance(size, Growing):
-        return size.limit(number)
-    return size.most if isinstance(size, Hidden) else size
+    return size if isinstance(size, int) else size.limit(number)
 
 
 def _delay(program: Program, size: Size) -> float:
-    """Return the part of the seconds of a message that counts."""
+    """Return the seconds by which a message that takes a second delays kernels: all of it, unless it hides."""
     return program.contention.delay if isinstance(size, Hidden) else 1.0
 
 
