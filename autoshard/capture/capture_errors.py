@@ -41,8 +41,8 @@ class _Cause:
 
 
 _COUNTS = (
-    "the length of what torch.bincount returns depends on values, but the shapes of a graph are fixed; count with "
-    "torch.nn.functional.one_hot(x, length).sum(0)"
+    "the length of what torch.bincount returns depends on values, but the shapes of a graph are fixed; say with minlength=... how "
+    "many values there are at most"
 )
 _UNKNOWN_SHAPE = (
     "the model makes a tensor whose shape depends on values, but the shapes of a graph are fixed; keep all elements and blank "
@@ -288,7 +288,7 @@ def check_shapes(graph: Graph) -> None:
     for node in graph.nodes:
         value = node.meta.get("example_value")
         if isinstance(value, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape):
-            if node.target is torch.bincount:
+            if node.target is torch.ops.aten.bincount.default:
                 raise CaptureError(_COUNTS + format_place(user_frame(node.meta.get("stack_trace"))))
             raise CaptureError(_UNKNOWN_SHAPE + format_place(user_frame(node.meta.get("stack_trace"))))
 

@@ -487,11 +487,19 @@ class LimitsNorms(Model):
 
 
 class CountsValues(Model):
-    """the length of what torch.bincount returns depends on values, but the shapes of a graph are fixed; count with
-    torch.nn.functional.one_hot(x, length).sum(0) <line>"""
+    """the length of what torch.bincount returns depends on values, but the shapes of a graph are fixed; say with minlength=...
+    how many values there are at most <line>"""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x).sum() + torch.bincount(x[0].long().abs(), minlength=4).sum()  # <line>
+        return self.layer(x).sum() + torch.bincount(x[0].long().abs()).sum()  # <line>
+
+
+class CountsWhatHasAGradient(Model):
+    """the model raises NotImplementedError('torch has no derivative of bincount by its weights: use
+    zeros(length).scatter_add(0, x, weights)') for these arguments; call it with arguments that it accepts <line>"""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.bincount(x[0].long().abs(), weights=self.layer(x)[0], minlength=9).sum()  # <line>
 
 
 class Packs(Model):

@@ -1,8 +1,9 @@
-"""Functions that are traced in place of torch's: the CTC loss, a selection by a mask, and flex_attention."""
+"""Functions that are traced in place of torch's: the CTC loss, a selection by a mask, counts, covariances, and flex_attention."""
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -114,6 +115,59 @@ def _trained(rank: int) -> tuple[list[float], list[float]]:
     assert one.scores.weight.grad is not None
     gradient = sharded.scores.weight.grad.full_tensor()
     return [found.item(), *gradient.flatten().tolist()], [expected.item(), *one.scores.weight.grad.flatten().tolist()]
+
+
+class Statistics(nn.Module):
+    """Computes `name` of what a layer returns, or of its observations with weights."""
+
+    def __init__(self, compute: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.layer, self.compute = nn.Linear(3, 4), compute
+
+    def forward(self, x: Tensor, counts: Tensor, weights: Tensor) -> Tensor:
+        return self.compute(self.layer(x).mT, counts, weights)
+
+
+STATISTICS: dict[str, Callable[..., Tensor]] = {
+    "cov": lambda x, counts, weights: torch.cov(x),
+    "cov of one variable": lambda x, counts, weights: x[0].cov(correction=0),
+    "cov, counts": lambda x, counts, weights: torch.cov(x, fweights=counts),
+    "cov, weights": lambda x, counts, weights: x.cov(aweights=weights),
+    "cov, both": lambda x, counts, weights: torch.cov(x, correction=2, fweights=counts, aweights=weights),
+    "cov, complex": lambda x, counts, weights: torch.view_as_real(torch.cov(torch.complex(x[:2], x[2:]))),
+    "cov of integers": lambda x, counts, weights: x.sum() * torch.cov(torch.stack([counts, counts * counts])),
+    "corrcoef": lambda x, counts, weights: torch.corrcoef(x),
+    "corrcoef of one variable": lambda x, counts, weights: x[0].corrcoef(),
+    "corrcoef, complex": lambda x, counts, weights: torch.view_as_real(torch.complex(x[:2], x[2:]).corrcoef()),
+    "bincount": lambda x, counts, weights: x.sum() * torch.bincount(counts, minlength=9),
+    "bincount, weights": lambda x, counts, weights: x.sum() * counts.bincount(weights, 9),
+    "bincount, integer weights": lambda x, counts, weights: x.sum() * torch.bincount(counts, weights=counts, minlength=9),
+    "bincount, small weights": lambda x, counts, weights: x.sum() * torch.bincount(counts, weights=weights.float(), minlength=9),
+}
+
+
+@pytest.mark.parametrize("name", STATISTICS)
+def test_counts_and_covariances(name: str) -> None:
+    torch.manual_seed(0)
+    x, counts, weights = torch.randn(8, 3, dtype=torch.float64), torch.tensor([1, 2, 0, 3, 1, 8, 2, 1]), torch.rand(8).double()
+    check_capture(Statistics(STATISTICS[name]).double(), x, counts, weights)
+
+
+@pytest.mark.parametrize("name", ["cov, both", "corrcoef", "bincount, weights"])
+def test_counts_and_covariances_of_a_batch_that_is_sharded(name: str) -> None:
+    torch.manual_seed(0)
+    x, counts, weights = torch.randn(8, 3, dtype=torch.float64), torch.tensor([1, 2, 0, 3, 1, 8, 2, 1]), torch.rand(8).double()
+    assert check(Statistics(STATISTICS[name]).double(), Mesh("dp=2"), (x, counts, weights), options=Options(recipe="fsdp"))
+
+
+@pytest.mark.parametrize("name", ["fweights", "aweights"])
+def test_weights_that_torch_does_not_take_are_refused(name: str) -> None:
+    class Weighs(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cov(super().forward(x), **{name: torch.ones(1, dtype=torch.int64 if name == "fweights" else None)})
+
+    with pytest.raises(CaptureError, match="a weight for each observation"):
+        plan(Weighs(4, 4), Mesh("dp=2"), (torch.ones(4, 4),))
 
 
 class Flexible(nn.Module):

@@ -92,3 +92,41 @@ def test_a_label_that_is_ignored_is_no_error() -> None:
     calls = [([1, 2, 3, 4], [5, 2, 1, 0]), ([1, 2, 3, 4], [-100, 2, -100, 0])]
     for (ends,) in run_on_ranks(outcomes, 2, 15, [("megatron", "loss", calls)]):
         assert all(alone == sharded != "error" for alone, sharded in ends)
+
+
+class Counts(nn.Module):
+    """Weighs logits by how often each class is there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 6)
+
+    def forward(self, x: Tensor, numbers: Tensor) -> Tensor:
+        return (self.head(x) * numbers.bincount(minlength=6)).mean()
+
+
+def counted(rank: int) -> list[list[str]]:
+    """Return what one device and the mesh make of numbers, of one that is too large, and of one below 0."""
+    mesh, x = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), torch.ones(ROWS, 8).double()
+    calls = [(x, torch.tensor(numbers)) for numbers in ([5, 0, 5, 2], [0, 6, 6, 0], [-1, 0, 0, -1])]
+    found = []
+    for compile_with in ("eager", "inductor"):
+        torch.manual_seed(0)
+        model = Counts().double()
+        options = Options(recipe="fsdp", compile=compile_with, hardware=None)
+        sharded = autoshard(model, mesh, args=calls[0], options=options)
+        found += [[_counted(model, call), _counted(sharded, sharded.shard(*call))] for call in calls]
+    return found
+
+
+def _counted(model: nn.Module, inputs: tuple[Tensor, ...]) -> str:
+    try:
+        return f"{model(*inputs).item():.12f}"
+    except (IndexError, RuntimeError):
+        return "error"
+
+
+def test_a_number_that_bincount_has_no_place_for_is_an_error() -> None:
+    for ends in run_on_ranks(counted, 2):
+        assert all(alone == sharded for alone, sharded in ends)
+        assert [alone == "error" for alone, _ in ends] == [False, True, True] * 2

@@ -28,11 +28,11 @@ from passes._torch.dynamo.numpy_numbers import READ_ATTRIBUTE, numpy_numbers
 from passes._torch.dynamo.outside_reads import level_read, outside_reads, readable_name
 from passes._torch.dynamo.side_effects import watch_side_effects
 from passes._torch.dynamo.substitutes import (
+    METHODS,
     UnknownLengthError,
     check_selections,
     flex_attention_replaced,
     mask_not_compared,
-    masked_select,
     teach_dynamo,
 )
 from passes._torch.patches import replaced
@@ -111,8 +111,8 @@ def _get_attribute(value: Any, tx: Any, name: str) -> Any:
 
 
 def _call_method(value: Any, tx: Any, name: str, args: Any, kwargs: Any, *, marks_leaves: bool) -> Any:
-    if name == "masked_select":
-        function: Any = masked_select
+    if name in METHODS:
+        function: Any = METHODS[name]
         return UserFunctionVariable(function).call_function(tx, [value, *args], kwargs)
     if not marks_leaves and name == "requires_grad_" and _is_plain(value, next(iter((*args, *kwargs.values())), True)):
         return value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.nn.attention.flex_attention import AuxOutput, flex_attention
 from torch.nn.modules import transformer
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
+from passes._torch.operators.counts import bincount, corrcoef, cov
 from passes._torch.operators.ctc import CTC_LOSS, MASKED_SELECT
 from passes._torch.patches import once
 
@@ -35,7 +37,7 @@ def _substitute() -> None:
     for original, traced in (
         (checkpoint_sequential, _checkpoint_sequential),
         (F.ctc_loss, _ctc_loss),
-        (torch.masked_select, masked_select),
+        *((getattr(torch, name), traced) for name, traced in METHODS.items()),
         (cudnn.flags, _cudnn_flags),
         (flex_attention, _flex_attention),
         (transformer._detect_is_causal_mask, _detect_is_causal_mask),
@@ -86,6 +88,15 @@ def masked_select(x: Tensor, mask: Tensor) -> Tensor:
     """Return what `torch.masked_select` does, and zeros after it: for readers that know how many elements there are."""
     selected: Tensor = MASKED_SELECT(x, mask)
     return selected
+
+
+# Functions of torch that are methods of tensors, too, by their name.
+METHODS: dict[str, Callable[..., Tensor]] = {
+    "masked_select": masked_select,
+    "bincount": bincount,
+    "cov": cov,
+    "corrcoef": corrcoef,
+}
 
 
 class UnknownLengthError(RuntimeError):
