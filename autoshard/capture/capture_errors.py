@@ -41,8 +41,8 @@ class _Cause:
 
 
 _COUNTS = (
-    "the length of what torch.bincount returns depends on values, but the shapes of a graph are fixed; say with minlength=... how "
-    "many values there are at most"
+    "the length of what torch.bincount returns depends on values, but the shapes of a graph are fixed; say with minlength=... "
+    "how many values there are at most"
 )
 _UNKNOWN_SHAPE = (
     "the model makes a tensor whose shape depends on values, but the shapes of a graph are fixed; keep all elements and blank "
@@ -460,7 +460,7 @@ def read_and_changed_error(path: str, effect: SideEffect, *, is_list: bool) -> C
     if is_list:
         return CaptureError(
             f"the model changes the list {path} and computes with it, but a graph has one value for all calls; begin each call "
-            f"with a new list (self.{path} = [], not clear()), or keep the values in a buffer that is updated in place"
+            f"with an empty one (self.{path}.clear()), or keep the values in a buffer that is updated in place"
             + format_place(user_frame(effect.stack))
         )
     return CaptureError(

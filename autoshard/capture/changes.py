@@ -9,8 +9,10 @@ stand-in is in their place that can be added to and appended to, and nothing els
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +21,8 @@ from torch import nn
 from autoshard.capture.held_objects import Path, format_path, held_objects, reach
 from autoshard.capture.object_contents import Step, dict_of
 from passes._torch import SideEffect, TreeSpec, flatten_pytree, unflatten_pytree
+
+LISTS = (list, deque)
 
 
 class Added:
@@ -45,16 +49,36 @@ class Added:
 
 
 class Appended:
-    """Stands for a list to which items are appended, and of which nothing else is asked."""
+    """Stands for a list, or deque, to which items are appended, and of which nothing else is asked.
 
-    def __init__(self) -> None:
+    Once it is emptied, what it held is of no interest: an empty one like it takes its place, which is read as any other.
+    """
+
+    def __init__(self, empty: Callable[[], Any], places: Sequence[tuple[Any, str]]) -> None:
         self.items: list[Any] = []
+        self.empty, self.places = empty, tuple(places)
 
     def append(self, item: Any) -> None:
         self.items.append(item)
 
     def extend(self, items: Any) -> None:
         self.items.extend(items)
+
+    def clear(self) -> None:
+        emptied = self.empty()
+        for owner, name in self.places:
+            setattr(owner, name, emptied)
+        del self.items  # one that is still held elsewhere may not be used
+
+    def __delitem__(self, part: Any) -> None:
+        _check_whole(part)
+        self.clear()
+
+    def __setitem__(self, part: Any, items: Any) -> None:
+        _check_whole(part)
+        self.clear()
+        owner, name = self.places[0]
+        getattr(owner, name).extend(items)
 
     def __bool__(self) -> bool:
         raise TypeError("a list that the model changes is read")
@@ -65,23 +89,32 @@ class Appended:
     __hash__ = None  # type: ignore[assignment]
 
 
+def _check_whole(part: Any) -> None:
+    if not isinstance(part, slice) or (part.start, part.stop, part.step) != (None, None, None):
+        raise TypeError("a list that the model changes is read")
+
+
 @dataclass(frozen=True)
 class Change:
     """Values that a call stores in one object: in the attributes `names`, or (without names) as all items.
 
-    `read` are the attributes that the call reads before it sets them; `added` those to which it adds a number or items.
+    `read` are the attributes that the call reads before it sets them; `added` those to which it adds a number or items, or
+    whose items it replaces. One that `is_alias` holds a list of another change.
     """
 
     path: Path
     names: tuple[str, ...]
     read: frozenset[str] = frozenset()
     added: frozenset[str] = frozenset()
+    is_alias: bool = False
 
     def values(self, model: Any) -> Any:
         """Return the values that the object has now. A call of this is traced."""
         held = reach(model, self.path)
+        if self.is_alias:
+            return {}
         if self.names:
-            return {name: _plain(getattr(held, name)) for name in self.names}
+            return {name: _plain(getattr(held, name), is_added=name in self.added) for name in self.names}
         return dict(held) if isinstance(held, dict) else list(held)
 
     @property
@@ -106,9 +139,9 @@ class Change:
     def last_values(self, model: nn.Module, stored: Any) -> Any:
         """Return the values that the object has now: of a list that was appended to, as many as are `stored`."""
         values = self.values(model)
-        for name in self.added:
-            if isinstance(values[name], list):
-                values[name] = values[name][-len(stored[name]) :]
+        for name in self.added & values.keys():
+            if isinstance(stored[name], list):
+                values[name] = list(values[name])[len(values[name]) - len(stored[name]) :]
         return values
 
     def store(self, model: nn.Module, values: Any) -> None:
@@ -118,21 +151,23 @@ class Change:
             held.clear()
             held.update(values) if isinstance(held, dict) else held.extend(values)
             return
-        for name in self.names:
-            new = values[name]
-            if name in self.added:
-                before = getattr(held, name)
-                new = [*before, *new] if isinstance(before, list) else before + new
-                if isinstance(before, list):
-                    before[:] = new
-                    continue
-            setattr(held, name, new)
+        for name in () if self.is_alias else self.names:
+            new, before = values[name], getattr(held, name) if name in self.added else None
+            if isinstance(before, LISTS):
+                if isinstance(new, tuple):
+                    before.clear()
+                before.extend(new)
+            else:
+                setattr(held, name, new if before is None else before + new)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, *, is_added: bool) -> Any:
+    """Return the value to store: a number, or items in a list, which are added to it, or in a tuple, which replace its own."""
     if isinstance(value, Added):
         return value.amount
-    return list(value.items) if isinstance(value, Appended) else value
+    if isinstance(value, Appended):
+        return list(value.items)
+    return tuple(value) if is_added and isinstance(value, LISTS) else value
 
 
 @dataclass(frozen=True)
@@ -199,8 +234,8 @@ def changes_of(model: nn.Module, effects: Sequence[SideEffect]) -> Traced | Side
             return effect
         elif effect.names:
             changes.append(Change(paths[number], effect.names, effect.read, _numbers(effect)))
-        elif isinstance(effect.changed, list | dict):
-            changes.append(_items_of(effect, paths[number], model))
+        elif isinstance(effect.changed, (*LISTS, dict)):
+            changes += _items_of(effect, paths[number], objects)
         elif not isinstance(effect.changed, nn.Module):
             return effect
     return Traced(tuple(changes), tuple(assigning))
@@ -208,18 +243,37 @@ def changes_of(model: nn.Module, effects: Sequence[SideEffect]) -> Traced | Side
 
 def stand_in(model: nn.Module, traced: Traced) -> None:
     """Put stand-ins in the place of what is added to."""
+    lists: dict[int, list[tuple[Any, str]]] = {}
     for change in traced.changes:
         held = reach(model, change.path)
         for name in change.added:
-            setattr(held, name, Appended() if isinstance(getattr(held, name), list) else Added(0))
+            value = getattr(held, name)
+            if isinstance(value, LISTS):
+                lists.setdefault(id(value), []).append((held, name))
+            else:
+                setattr(held, name, Added(0))
+    for places in lists.values():
+        owner, name = places[0]
+        value = getattr(owner, name)
+        other = Appended(partial(deque, maxlen=value.maxlen) if isinstance(value, deque) else list, places)
+        for owner, name in places:
+            setattr(owner, name, other)
 
 
-def _items_of(effect: SideEffect, path: Path, model: nn.Module) -> Change:
-    """Return the change of a list or dict: of a list that is an attribute, only the items that are appended."""
+def _items_of(effect: SideEffect, path: Path, objects: Sequence[tuple[Path, Any]]) -> list[Change]:
+    """Return the changes of a list or dict: of a list that is an attribute, only the items that are appended."""
     last = path[-1]
-    if not isinstance(effect.changed, list) or last.is_item:
-        return Change(path, ())
-    return Change(path[:-1], (last.key,), frozenset({last.key}), frozenset({last.key}))
+    if not isinstance(effect.changed, LISTS) or last.is_item:
+        return [Change(path, ())]
+    places = [(path[:-1], last.key)]
+    for holder, value in objects:
+        places += [(holder, name) for name, one in (dict_of(value) or {}).items() if one is effect.changed]
+    first, *others = dict.fromkeys(places)
+    added = frozenset({last.key})
+    return [
+        Change(first[0], (first[1],), added, added),
+        *(Change(holder, (name,), frozenset({name}), frozenset({name}), is_alias=True) for holder, name in others),
+    ]
 
 
 def _numbers(effect: SideEffect) -> frozenset[str]:

@@ -28,7 +28,7 @@ from autoshard.capture.capture_errors import (
     takes_lock,
     without_dynamo,
 )
-from autoshard.capture.changes import Appended, Change, Traced, changes_of, stand_in
+from autoshard.capture.changes import LISTS, Appended, Change, Traced, changes_of, stand_in
 from autoshard.capture.direct import trace_directly
 from autoshard.capture.held_objects import Path, held_objects, held_tensors, reach
 from autoshard.capture.object_contents import dict_of
@@ -121,9 +121,13 @@ def _with_changes(
             raise refusal from None
         try:
             stand_in(model, settled)
-            return TracedCall(_traced(_Call(model, settled), args, kwargs, mode), settled.changes)
+            traced, found = _traced(_Call(model, settled), args, kwargs, mode), settled
         except RuntimeError:
             raise refusal from None
+    lists = [held for held in before.values() if isinstance(held, LISTS)]
+    for effect in traced.side_effects:
+        if any(effect.changed is held for held in lists):  # where no stand-in is, such as an item of a dict
+            raise side_effect_error(effect, model)
     return TracedCall(traced, found.changes)
 
 

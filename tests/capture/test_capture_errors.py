@@ -312,8 +312,8 @@ class Counts(Model):
 
 
 class Logs(Model):
-    """the model changes the list log and computes with it, but a graph has one value for all calls; begin each call with a new
-    list (self.log = [], not clear()), or keep the values in a buffer that is updated in place <line>"""
+    """the model changes the list log and computes with it, but a graph has one value for all calls; begin each call with an empty
+    one (self.log.clear()), or keep the values in a buffer that is updated in place <line>"""
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.layer(x)
@@ -495,8 +495,8 @@ class CountsValues(Model):
 
 
 class CountsWhatHasAGradient(Model):
-    """the model raises NotImplementedError('torch has no derivative of bincount by its weights: use
-    zeros(length).scatter_add(0, x, weights)') for these arguments; call it with arguments that it accepts <line>"""
+    """the model raises NotImplementedError('torch does not differentiate bincount: use zeros(length).scatter_add(0, x,
+    weights)') for these arguments; call it with arguments that it accepts <line>"""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.bincount(x[0].long().abs(), weights=self.layer(x)[0], minlength=9).sum()  # <line>

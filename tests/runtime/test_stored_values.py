@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -46,6 +47,71 @@ class Appends(Base):
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x)
         self.means.append(y.detach().mean())
+        return y.sum()
+
+
+class Shares(Base):
+    """Appends to a list that its part holds, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part, self.means = Appends(), list[Tensor]()
+        self.part.means = self.means
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.means.append(x.mean())
+        loss: Tensor = self.part(x) * self.linear(x).mean()
+        return loss
+
+
+class Empties(Base):
+    """Begins each call with what it held emptied, and computes with what it puts there; `way` says how."""
+
+    def __init__(self, way: Callable[[Any], None], held: Any) -> None:
+        super().__init__()
+        self.way, self.part, self.held = way, Appends(), held
+        self.part.means = held
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.way(self.held)
+        self.part(x)
+        self.held.append(self.linear(x).mean())
+        return torch.stack(list(self.held)).square().sum() * len(self.held)
+
+
+def _clear(held: Any) -> None:
+    held.clear()
+
+
+def _assign_items(held: Any) -> None:
+    held[:] = [torch.ones((), dtype=torch.float64)]
+
+
+def _delete_items(held: Any) -> None:
+    del held[:]
+
+
+class EmptiesAtLast(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.means: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.means.append(self.linear(x).mean())
+        self.means.append(self.means[0] * 2)
+        return self.means.pop() + self.means.pop().square()
+
+
+class KeepsLast(Base):
+    """Keeps as many means as there is room for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.means: deque[Tensor] = deque(maxlen=3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        self.means.extend((y.detach().mean(), y.detach().amax()))
         return y.sum()
 
 
@@ -147,7 +213,7 @@ def held(model: Any) -> dict[str, Any]:
     named = dict(model.named_buffers())
     for name, module in model.named_modules():
         for key, value in vars(module).items():
-            if not key.startswith("_") and key not in ("training", "reset_parameters"):
+            if not key.startswith("_") and key not in ("training", "reset_parameters", "way"):
                 named[f"{name}.{key}"] = vars(value) if isinstance(value, Metric) else value
     return named
 
@@ -174,6 +240,13 @@ def train(model: nn.Module, mesh: DeviceMesh, rank: int = 0, options: Options = 
     [
         (Counts, 1),
         (Appends, 1),
+        (Shares, 1),
+        (lambda: Empties(_clear, []), 1),
+        (lambda: Empties(_assign_items, [torch.zeros(())]), 1),
+        (lambda: Empties(_delete_items, []), 1),
+        (lambda: Empties(_clear, deque(maxlen=2)), 1),
+        (EmptiesAtLast, 1),
+        (KeepsLast, 1),
         (Keeps, 2),  # with the keys of the dict, and without
         (Average, 1),
         (Caches, 2),
@@ -183,7 +256,10 @@ def train(model: nn.Module, mesh: DeviceMesh, rank: int = 0, options: Options = 
         (lambda: Normed(nn.utils.spectral_norm), 1),
         (lambda: Normed(parametrizations.spectral_norm), 1),
     ],
-    ids=["counts", "appends", "keeps", "average", "caches", "clamps", "measures", "weight_norm", "spectral_norm", "parametrized"],
+    ids=[
+        *("counts", "appends", "shares", "clear", "assign", "delete", "clear a deque", "empty at last", "deque"),
+        *("keeps", "average", "caches", "clamps", "measures", "weight_norm", "spectral_norm", "parametrized"),
+    ],
 )
 def test_objects_are_as_on_one_device_after_each_step(
     one_rank: DeviceMesh, make: Callable[[], nn.Module], programs: int
@@ -196,7 +272,8 @@ def test_objects_are_as_on_one_device_after_each_step(
 class All(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.parts = nn.ModuleList([Counts(), Appends(), Keeps(), Average(), Measures(), Normed(nn.utils.weight_norm)])
+        lists = Appends(), Shares(), Empties(_clear, []), EmptiesAtLast(), KeepsLast()
+        self.parts = nn.ModuleList([Counts(), *lists, Keeps(), Average(), Measures(), Normed(nn.utils.weight_norm)])
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.stack([part(x) for part in self.parts]).sum()
@@ -246,6 +323,18 @@ class Anneals(Counts):
         return self.linear(x).sum() * min(1.0, self.steps / 100)
 
 
+class SharesInDict(Shares):
+    """Appends to a list by the dict that holds it, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_name = {"means": self.means}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.by_name["means"].append(x.mean())
+        return self.linear(x).sum()
+
+
 class Wraps(Base):
     def forward(self, x: Tensor) -> Tensor:
         self.metric = Metric()
@@ -261,12 +350,17 @@ class Wraps(Base):
             "is updated in place, or pass it as an argument\n",
         ),
         (
+            SharesInDict(),
+            "the model changes by_name['means'] while it runs, but a graph computes tensors and changes nothing else; return the "
+            "value, or keep it in a buffer that is updated in place\n",
+        ),
+        (
             Wraps(),
             "the model stores a Metric in self.metric while it runs, but a graph computes tensors and numbers only; store "
             "those, or make the object in __init__",
         ),
     ],
-    ids=["number", "object"],
+    ids=["number", "list", "object"],
 )
 def test_what_no_program_can_store(one_rank: DeviceMesh, model: nn.Module, message: str) -> None:
     with pytest.raises(CaptureError) as caught:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -13,6 +14,7 @@ from typing import Any
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.source import TempLocalSource
 from torch._dynamo.variables.dicts import ConstDictVariable
+from torch._dynamo.variables.lists import CommonListMethodsVariable
 from torch._dynamo.variables.torch_function import TorchFunctionModeStackVariable
 
 from passes._torch.patches import replaced
@@ -44,6 +46,8 @@ def watch_side_effects() -> Iterator[list[SideEffect]]:
         dropped = set(map(id, _dropped(tracked.store_attr_mutations)))
         for variable in tracked._get_modified_vars():
             if _is_restored(variable, tracked.store_attr_mutations.get(variable)) or _is_dict_restored(variable):
+                continue
+            if _is_empty_again(variable, objects.get(id(variable))):
                 continue
             if id(objects.get(id(variable))) in dropped:
                 continue  # as a cache that a context fills, and drops at its end
@@ -142,6 +146,11 @@ def _is_dict_restored(variable: Any) -> bool:
     both = variable.original_items, items
     before, after = ([(key.as_python_constant(), _identity(value)) for key, value in one.items()] for one in both)
     return before == after
+
+
+def _is_empty_again(variable: Any, held: Any) -> bool:
+    """Return whether a list that was empty before the call is so after it."""
+    return isinstance(held, list | deque) and not held and isinstance(variable, CommonListMethodsVariable) and not variable.items
 
 
 def _identity(value: Any) -> int:
