@@ -184,6 +184,17 @@ class Convolved(nn.Module):
         return nn.functional.scaled_dot_product_attention(near, self.keys(near), near, attn_mask=mask).square().mean()
 
 
+class ClassToken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.qkv = nn.Parameter(torch.zeros(1, 1, 8)), nn.Linear(8, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = torch.cat([self.token.expand(x.shape[0], -1, -1), x], 1)
+        q, k, v = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in self.qkv(tokens).chunk(3, -1))
+        return nn.functional.scaled_dot_product_attention(q, k, v)[:, :, 0].sum()
+
+
 def refusal(case: Case, recipe: str = "context", mesh: str = "cp=2") -> str:
     with pytest.raises(RecipeError) as caught:
         plan_ranks(case, mesh, Options(recipe=recipe))
@@ -203,6 +214,11 @@ BY_HAND = ", or shard inputs by hand, such as Options(inputs={'tokens': {'cp': S
             "reads neighbouring positions; pad it to a multiple of 2",
         ),
         (
+            Case(ClassToken(), (torch.randn(2, 12, 8),), {}),
+            "attention cannot be sharded: a length of 13 does not divide by 2, and cannot be padded, as no input has it: a class "
+            "token adds to one; pad it to a multiple of 2",
+        ),
+        (
             Case(nn.Linear(4, 4), (torch.randn(2, 4),), {}),
             "the model has no attention, neither a kernel nor a softmax between two products, nor a convolution over positions; "
             "call torch.nn.functional.scaled_dot_product_attention",
@@ -212,7 +228,7 @@ BY_HAND = ", or shard inputs by hand, such as Options(inputs={'tokens': {'cp': S
             "the positions of attention's queries are no dim of an input; use another recipe",
         ),
     ],
-    ids=["length", "convolution", "no_attention", "no_input"],
+    ids=["length", "convolution", "class_token", "no_attention", "no_input"],
 )
 def test_what_cannot_be_sharded_is_refused(case: Case, why: str) -> None:
     for recipe in (GATHER, f"fsdp_{GATHER}"):

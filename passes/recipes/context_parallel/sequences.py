@@ -110,8 +110,10 @@ def _backwards(gm: GraphModule) -> dict[Node, Node]:
 def _why_not(one: Attention | Written, way: str | None, size: int) -> str:
     """Return why a call runs in no way, or not in the one that is given; empty if it does."""
     if one.length % size:
-        unpadded = ", and cannot be padded, as where a convolution reads neighbouring positions"
-        reason = unpadded if is_gain(one.length, size) else ""
+        inputs = placeholders(one.node.graph, InputRole.INPUT)
+        given = any(one.length in tensor_of(node).shape for node in inputs)
+        cause = "where a convolution reads neighbouring positions" if given else "no input has it: a class token adds to one"
+        reason = f", and cannot be padded, as {cause}" if is_gain(one.length, size) else ""
         return f"a length of {one.length} does not divide by {size}{reason}; pad it to a multiple of {size}"
     refusals = [one.refusal(name) for name in ((way,) if way is not None else WAYS)]
     return refusals[0] if all(refusals) else ""
