@@ -54,6 +54,8 @@ class ShardingPlan(PlanRecord):
     @staticmethod
     def load(path: str | PathLike[str]) -> ShardingPlan:
         """Read a plan file. Raises PlanError that says what is damaged."""
+        if not str(path):
+            raise PlanError("the plan has no path, but an empty text; give the path that it was saved to")
         return parse_plan(ShardingPlan, read_text(Path(path)), source=f"the plan {path}")
 
     def __str__(self) -> str:

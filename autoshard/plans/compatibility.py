@@ -54,6 +54,9 @@ def check_model(plan: PlanRecord, module: nn.Module, captured: str, settings: Se
     found = list(_mode(plan.settings, settings))
     parameters = {name: _type(tuple(p.shape), str(p.dtype)) for name, p in module.named_parameters()}
     found += _differences("parameter", parameters, _types(plan.parameters))
+    if plan.settings.training and settings.training:
+        both = {name: one for name, one in module.named_parameters() if name in plan.parameters}
+        found += _trained(both, _gradients(captured), _gradients(plan.graph("CAPTURED")))
     found += _differences("input", _inputs(captured), _inputs(plan.graph("CAPTURED")))
     if not found and settings.device == plan.settings.device:
         found = list(_program(structure(captured), structure(plan.graph("CAPTURED"))))
@@ -91,6 +94,17 @@ def _type(shape: tuple[int, ...], dtype: str) -> str:
 def _inputs(graph: str) -> dict[str, str]:
     lines = (re.match(r'%\w+: (\w+\[[\d, ]*\]).* = input\("(.*?)"\)', line) for line in graph.splitlines())
     return {match[2]: match[1] for match in lines if match}
+
+
+def _gradients(graph: str) -> frozenset[str]:
+    return frozenset(re.findall(r'\bgradient\("(.*?)"\)', graph))
+
+
+def _trained(parameters: Mapping[str, nn.Parameter], now: frozenset[str], plan: frozenset[str]) -> Iterator[str]:
+    """Yield the parameters that have a gradient in one of the programs, as requires_grad says."""
+    for name, parameter in parameters.items():
+        if name in now ^ plan and parameter.requires_grad == (name in now):
+            yield f"parameter {name!r} has requires_grad={parameter.requires_grad}, the plan's {name in plan}"
 
 
 def _differences(what: str, now: Mapping[str, str], plan: Mapping[str, str]) -> list[str]:

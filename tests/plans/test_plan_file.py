@@ -201,6 +201,7 @@ def test_a_file_that_is_no_plan(tmp_path: Path) -> None:
     assert message(ShardingPlan.load, path) == (
         f"the plan {path} cannot be read: No such file or directory; give the path that it was saved to"
     )
+    assert message(ShardingPlan.load, "") == "the plan has no path, but an empty text; give the path that it was saved to"
     path.write_bytes(b"\x80\x81\xff")
     assert message(ShardingPlan.load, path) == f"{path} cannot be read: it is no text, so not a plan; {AGAIN}"
 

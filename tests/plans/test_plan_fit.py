@@ -85,6 +85,14 @@ def test_parameters_that_are_new_or_gone() -> None:
     assert refusal(made(), Tiny(bias=False)) == misfit("the plan has parameter 'down.bias', which is not there")
 
 
+def test_a_parameter_that_is_frozen_in_one_of_them() -> None:
+    frozen = Tiny()
+    frozen.up.weight.requires_grad_(False)
+    assert refusal(made(), frozen) == misfit("parameter 'up.weight' has requires_grad=False, the plan's True")
+    of_frozen = plan(frozen, MESH, (torch.randn(4, 6),), options=RECIPE)
+    assert refusal(of_frozen) == misfit("parameter 'up.weight' has requires_grad=True, the plan's False")
+
+
 def test_many_differences_that_are_alike_are_one() -> None:
     assert refusal(made(), Tiny(layers=5)) == misfit(
         "parameter 'layers.0.weight' is not in the plan (and 4 alike); parameter 'layers.0.bias' is not in the plan "
