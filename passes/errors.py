@@ -98,3 +98,9 @@ class PassError(CompilerError):
 
 class UnlikeLayersError(CompilerError):
     """Equal layers of a folded graph that do not look alike in its program, so that it cannot be unrolled."""
+
+
+def with_article(name: str) -> str:
+    """Return the name of a type as a message says it: "a Tensor", "an OrderedDict", "an LSTM"."""
+    is_spelled = name[:2].isupper() and name[0] in "FHLMNRSX"
+    return f"an {name}" if name[:1] in "AEIOaeio" or name == "ndarray" or is_spelled else f"a {name}"

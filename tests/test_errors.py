@@ -20,6 +20,7 @@ from torch.distributed.tensor import Partial, Shard
 import autoshard as product
 from autoshard import Dump, Mesh, Options, Overlap, UserError, autoshard, check, plan, rule
 from autoshard.config.axis_names import batch_axes_of
+from passes.errors import with_article
 
 
 class Tiny(nn.Module):
@@ -210,13 +211,32 @@ def test_no_mesh() -> None:
     ids=str,
 )
 def test_an_unknown_axis(options: dict[str, Any]) -> None:
-    expected = "MeshError: unknown mesh axis 'pp'; this mesh has dp=2,tp=2: name one of these"
+    where = {"params": "Options(params=...): 'up.weight': ", "inputs": "Options(inputs=...): 'x': "}
+    where["outputs"] = "Options(outputs=...): 'output': "
+    which = where.get(next(iter(options)), "")
+    expected = f"MeshError: {which}unknown mesh axis 'pp'; this mesh has dp=2,tp=2: name one of these"
     assert message(planned, **options) == expected
 
 
 def test_options_are_checked_before_the_first_call(one_rank: DeviceMesh) -> None:
     expected = "MeshError: unknown mesh axis 'tp'; this mesh has dp=1: name one of these"
     assert message(autoshard, Tiny(), one_rank, options=Options(recipe={"tp": "megatron"})) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("Tensor", "a Tensor"),
+        ("EncoderDecoderCache", "an EncoderDecoderCache"),
+        ("ndarray", "an ndarray"),
+        ("LSTM", "an LSTM"),
+        ("GRU", "a GRU"),
+        ("UserDict", "a UserDict"),
+        ("object", "an object"),
+    ],
+)
+def test_the_article_of_a_type(name: str, expected: str) -> None:
+    assert with_article(name) == expected
 
 
 # --- models
@@ -336,6 +356,8 @@ def test_a_dim_that_a_value_does_not_have(dim: int) -> None:
     text = message(planned, params={"up.weight": {"dp": Shard(dim)}})
     expected = f"'up.weight' of shape [8, 6] has no dim {dim}; its dims are 0 to 1"
     assert text == f"ConstraintError: Options(params=...): {expected}"
+    text = message(planned, params={"up.bias": {"dp": Shard(1)}})
+    assert text == "ConstraintError: Options(params=...): 'up.bias' of shape [8] has no dim 1; its only dim is 0"
 
 
 @pytest.mark.parametrize(

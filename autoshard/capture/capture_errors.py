@@ -20,7 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 from autoshard.capture.origins import user_frame
 from passes._torch import SideEffect, TracedModule, TraceFailure, trace_failure
 from passes.base import Remark
-from passes.errors import CaptureError
+from passes.errors import CaptureError, with_article
 from passes.ir.graph import Origin
 
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -193,6 +193,7 @@ _SETTINGS = (
     _Setting(
         r"/transformers/", r"_mask_hidden_states|_compute_mask_indices", "apply_spec_augment=False in the model's config"
     ),
+    _Setting(r"/transformers/", r"\blabel_index\b", 'problem_type="single_label_classification" in the model\'s config'),
     _Setting(r"/transformers/", r"/cache_utils\.py", "use_cache=False in the model's config"),
     _Setting(
         r"/transformers/integrations/moe\.py",  # the class of the experts takes the setting
@@ -452,7 +453,7 @@ def _changing(outside: re.Match[str], effect: SideEffect, model: nn.Module) -> t
     variable = re.fullmatch(r"\.__closure__\[(\d+)\](?:\.cell_contents)?(.*)", outside["held"])
     if variable is not None and isinstance(function, FunctionType):
         return who, function.__code__.co_freevars[int(variable[1])] + variable[2]
-    return who, f"a {type(effect.changed).__name__}"
+    return who, with_article(type(effect.changed).__name__)
 
 
 def read_and_changed_error(path: str, effect: SideEffect, *, is_list: bool) -> CaptureError:

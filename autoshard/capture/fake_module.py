@@ -17,7 +17,7 @@ from torch.nn.parameter import UninitializedParameter
 from autoshard.capture.capture_errors import DENSE_ONLY
 from autoshard.capture.held_objects import held_tensors, reachable_tensors
 from passes._torch import is_fake
-from passes.errors import CaptureError
+from passes.errors import CaptureError, with_article
 from passes.ir.graph import Input, InputRole
 
 
@@ -96,7 +96,7 @@ def _check_parameter(fqn: str, parameter: nn.Parameter) -> None:
         )
     if type(parameter.data) is not torch.Tensor and not is_fake(parameter):
         raise CaptureError(
-            f"parameter {fqn} is a {type(parameter.data).__name__}; give the module as it is on one device, "
+            f"parameter {fqn} is {with_article(type(parameter.data).__name__)}; give the module as it is on one device, "
             f"with plain tensors as parameters"
         )
     _check_dense("parameter", fqn, parameter)

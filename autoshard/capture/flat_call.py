@@ -34,7 +34,7 @@ from autoshard.capture.signature import Call, InputSpec, NotReturned, Signature,
 from autoshard.capture.tracing import TracedCall
 from passes._torch import LeftOut, flatten_pytree, memory_of
 from passes.base import Remark
-from passes.errors import CaptureError
+from passes.errors import CaptureError, with_article
 from passes.ir.graph import Input, InputRole, Origin
 
 aten = torch.ops.aten
@@ -149,7 +149,7 @@ def _check_read(placeholder: Node, value: object, key_of: dict[int, Input], name
     place = format_place(user_frame(next(iter(placeholder.users), placeholder).meta.get("stack_trace")))
     if not isinstance(value, torch.Tensor):
         raise CaptureError(
-            f"the model reads {name}, a {type(value).__name__} that is not known before it runs; "
+            f"the model reads {name}, {with_article(type(value).__name__)} that is not known before it runs; "
             f"pass it as an argument{place}"
         )
     key = key_of.get(id(value))
@@ -232,9 +232,10 @@ def _new_values(
         elif is_constant(leaf):
             results.append((None, leaf))
         else:
+            what = f"{with_article(type(leaf).__name__)} in {name_of_new(traced.changes, path)}"
             raise CaptureError(
-                f"the model stores a {type(leaf).__name__} in {name_of_new(traced.changes, path)} while it runs, but a graph "
-                "computes tensors and numbers only; store those, or make the object in __init__"
+                f"the model stores {what} while it runs, but a graph computes tensors and numbers only; store those, or make the "
+                "object in __init__"
             )
     return NewValues(traced.changes, tuple(name for name, _ in tensors), tuple(results), spec), tuple(tensors)
 

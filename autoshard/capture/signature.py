@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from passes._torch import TreeSpec, flatten_pytree, unflatten_pytree
-from passes.errors import CaptureError, InputError
+from passes.errors import CaptureError, InputError, with_article
 
 _CONSTANT_TYPES = (
     type(None),
@@ -119,7 +119,7 @@ def check_leaves(call: Call) -> None:
 
 
 def _refused_argument(path: str, name: str) -> str:
-    text = f"argument {path} is a {name}, which is neither a tensor nor a constant; "
+    text = f"argument {path} is {with_article(name)}, which is neither a tensor nor a constant; "
     if name == "ndarray":
         return text + "give torch.from_numpy(...) of it"
     if name.endswith("Cache"):  # a cache grows with each call of `generate`, and so would the programs

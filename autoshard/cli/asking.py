@@ -40,6 +40,8 @@ def _add_hardware(parser: argparse.ArgumentParser) -> None:
 
 def _crossover(given: argparse.Namespace) -> None:
     """Find the size from which on [tokens, H] x [H, 4H] is faster on N devices than on one. Give the tokens or H."""
+    for name, count in (("tokens", given.tokens), ("hidden", given.hidden)):
+        _check_count(name, count)
     question = Question(
         given.devices,
         hardware_named(given.hardware),
@@ -57,8 +59,8 @@ def _hsdp(given: argparse.Namespace) -> None:
     hardware = hardware_named(given.hardware)
     if given.nodes < 2:
         raise UserError(f"--nodes {given.nodes}: HSDP shards inside nodes and copies between them; give 2 or more")
-    if given.per_node is not None and not 1 <= given.per_node <= MOST:
-        raise UserError(f"--per-node {given.per_node}: give 1 or more, at most {MOST:.0e}")
+    for name, count in (("nodes", given.nodes), ("per-node", given.per_node), ("buckets", given.buckets)):
+        _check_count(name, count)
     if not 1 <= given.parameters <= MOST:
         raise UserError(f"--parameters {given.parameters:g}: give 1 or more, at most {MOST:.0e}")
     cluster = Cluster(
@@ -71,3 +73,9 @@ def _hsdp(given: argparse.Namespace) -> None:
         stored=given.stored,
     )
     print(format_shardings(cluster, shardings(cluster)))
+
+
+def _check_count(name: str, count: int | None) -> None:
+    """Raise UserError for a count, if one is given, that an option may not have."""
+    if count is not None and not 1 <= count <= MOST:
+        raise UserError(f"--{name} {count}: give 1 or more, at most {MOST:.0e}")

@@ -12,7 +12,7 @@ import torch.distributed.tensor as dt
 
 from autoshard.config.axis_recipes import recipes_of
 from autoshard.config.options import Options, Placements
-from passes.errors import ConstraintError, GraphTextError
+from passes.errors import ConstraintError, GraphTextError, MeshError
 from passes.ir.layout import Partial, Placement, R, Shard, is_even, next_digit, parse_placement, replicated
 from passes.ir.mesh import Mesh
 from passes.seed import Constraint
@@ -21,10 +21,13 @@ from passes.seed import Constraint
 def check_options(options: Options, mesh: Mesh) -> None:
     """Raise RecipeError or MeshError for options that cannot work with any model."""
     recipes_of(options.recipe, mesh)
-    for placements in (options.params, options.inputs, options.outputs):
-        for axes in (placements or {}).values():
-            for axis in axes:
-                mesh.index(axis)
+    for what, placements in (("params", options.params), ("inputs", options.inputs), ("outputs", options.outputs)):
+        for pattern, axes in (placements or {}).items():
+            try:
+                for axis in axes:
+                    mesh.index(axis)
+            except MeshError as error:
+                raise MeshError(f"Options({what}=...): {pattern!r}: {error}") from error
 
 
 def constraints_on(
@@ -78,7 +81,8 @@ def placement_of(given: dt.Placement | str, what: str, name: str, shape: Sequenc
         return placement
     dim = placement.dim + len(shape) if placement.dim < 0 else placement.dim
     if not 0 <= dim < len(shape):
-        dims = f"its dims are 0 to {len(shape) - 1}" if shape else "a scalar can only be replicated"
+        dims = "its only dim is 0" if len(shape) == 1 else f"its dims are 0 to {len(shape) - 1}"
+        dims = dims if shape else "a scalar can only be replicated"
         raise ConstraintError(
             f"Options({what}=...): {name!r} of shape {list(shape)} has no dim {placement.dim}; {dims}"
         )

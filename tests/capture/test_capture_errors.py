@@ -816,6 +816,7 @@ def test_torch_does_not_log_the_traceback_of_a_wrong_shape(caplog: pytest.LogCap
     ("file", "condition", "setting"),
     [
         ("drops_layers", "skip_the_layer", "layerdrop=0 (encoder_layerdrop=0, decoder_layerdrop=0)"),
+        ("modeling_deberta", "label_index", 'problem_type="single_label_classification"'),
         ("cache_utils", "is_full_to_here", "use_cache=False"),
         ("masks", "flex_attention_mask_is_full", 'attn_implementation="sdpa"'),
         ("integrations.moe", "expert_hit", 'experts_implementation="grouped_mm"'),
@@ -946,7 +947,7 @@ class Takes(nn.Module):
         (
             (np.ones(2),),
             {},
-            "argument x is a ndarray, which is neither a tensor nor a constant; give torch.from_numpy(...) of it",
+            "argument x is an ndarray, which is neither a tensor nor a constant; give torch.from_numpy(...) of it",
         ),
         (
             (torch.ones(2), KeysCache(torch.ones(2))),

@@ -224,7 +224,9 @@ def test_no_recipe_on_any_axis(capsys: pytest.CaptureFixture[str]) -> None:
         ("hsdp --parameters nan", "--parameters nan: give 1 or more, at most 1e+15"),
         ("hsdp --parameters inf", "--parameters inf: give 1 or more, at most 1e+15"),
         ("hsdp --parameters 0.5", "--parameters 0.5: give 1 or more, at most 1e+15"),
-        ("hsdp --nodes 10000000000000000", "nodes=10000000000000000: give 1 or more, at most 1e+15"),
+        ("hsdp --buckets 0", "--buckets 0: give 1 or more, at most 1e+15"),
+        ("crossover --devices 8 --tokens 0", "--tokens 0: give 1 or more, at most 1e+15"),
+        ("hsdp --nodes 10000000000000000", "--nodes 10000000000000000: give 1 or more, at most 1e+15"),
         ("plan model.py:small --mesh dp=2 -o .", ". is a folder; give the path of a file in it"),
         (
             "calibrate --quick -o this.txt",

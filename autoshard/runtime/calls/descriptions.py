@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from autoshard.capture.signature import format_tensor
+from passes.errors import with_article
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +25,7 @@ class Same:
         return id(self.value)
 
     def __repr__(self) -> str:
-        return f"a {type(self.value).__name__}"
+        return with_article(type(self.value).__name__)
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def _format(value: Any) -> str:
         case (str(), torch.Size() as shape, torch.dtype() as dtype, _, requires_grad, _):
             return format_tensor(shape, dtype) + (", trained" if requires_grad else ", frozen")
         case (Same(one), *others) if others:
-            return f"a {type(one).__name__}"
+            return with_article(type(one).__name__)
         case tuple():
             return f"{len(value)} hooks"
         case _:

@@ -34,14 +34,15 @@ def teach_dynamo() -> None:
 
 
 def _substitute() -> None:
-    for original, traced in (
+    functions: tuple[tuple[Any, Any], ...] = (
         (checkpoint_sequential, _checkpoint_sequential),
         (F.ctc_loss, _ctc_loss),
         *((getattr(torch, name), traced) for name, traced in METHODS.items()),
         (cudnn.flags, _cudnn_flags),
         (flex_attention, _flex_attention),
         (transformer._detect_is_causal_mask, _detect_is_causal_mask),
-    ):
+    )
+    for original, traced in functions:
         trace_rules.get_torch_obj_rule_map().pop(original, None)
         substitute_in_graph(original, skip_signature_check=True)(traced)
 
