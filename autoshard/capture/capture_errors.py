@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.fx import Graph, GraphModule, Node
 
-from autoshard.capture.origins import user_frame
+from autoshard.capture.origins import is_caught, user_frame
 from passes._torch import SideEffect, TracedModule, TraceFailure, trace_failure
 from passes.base import Remark
 from passes.errors import CaptureError, with_article
@@ -208,9 +208,16 @@ _SETTINGS = (
 
 def capture_error(error: Exception) -> CaptureError:
     """Return the CaptureError to raise for `error`, an exception of a trace."""
-    failure = trace_failure(error)
+    failure, place = trace_failure(error), user_frame(trace_failure(error).stack)
     cause = next((one for one in _CAUSES if one.fits(failure)), None)
-    text = _message(failure) + _setting(failure) + format_place(user_frame(failure.stack))
+    text = _message(failure)
+    if text.startswith(_FAILS) and is_caught(place):
+        reason = text.removeprefix(_FAILS).rstrip(".")
+        return CaptureError(
+            f"the model catches an error of torch here ({reason}), but a graph has tensor operations only; decide by the shapes "
+            f"and dtypes of tensors instead, before the call{format_place(place)}"
+        )
+    text += _setting(failure) + format_place(place)
     return CaptureError(text, for_arguments=cause is not None and cause.for_arguments)
 
 

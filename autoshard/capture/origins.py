@@ -7,6 +7,7 @@ forward begins. A node without a stack (a sum of two gradients, say) takes the o
 
 from __future__ import annotations
 
+import ast
 import inspect
 import linecache
 import re
@@ -78,3 +79,13 @@ def _inherit(node: Node, others: list[Node]) -> None:
         if origin_of(other).file:
             set_origin(node, origin_of(other))
             return
+
+
+def is_caught(place: Origin) -> bool:
+    """Return whether a line is in a `try` that catches errors."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(place.file)))
+    except SyntaxError:  # of a notebook's cell, say
+        return False
+    tries = (node for node in ast.walk(tree) if isinstance(node, ast.Try) and node.handlers)
+    return any(node.body[0].lineno <= place.line <= (node.body[-1].end_lineno or 0) for node in tries)

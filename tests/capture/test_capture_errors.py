@@ -494,6 +494,17 @@ class CountsValues(Model):
         return self.layer(x).sum() + torch.bincount(x[0].long().abs()).sum()  # <line>
 
 
+class CatchesAnError(Model):
+    """the model catches an error of torch here (shape '[3, -1]' is invalid for input of size 8), but a graph has tensor
+    operations only; decide by the shapes and dtypes of tensors instead, before the call <line>"""
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            return self.layer(x).view(3, -1)  # <line>
+        except RuntimeError:
+            return self.layer(x)
+
+
 class CountsWhatHasAGradient(Model):
     """the model raises NotImplementedError('torch does not differentiate bincount: use zeros(length).scatter_add(0, x,
     weights)') for these arguments; call it with arguments that it accepts <line>"""
