@@ -125,7 +125,7 @@ class Compares(Model):
     write it with functions that return tensors <line>"""
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.cov(self.layer(x))  # <line>
+        return self.layer(x) * torch.equal(x, x.round())  # <line>
 
 
 class MakesGenerator(Model):
