@@ -57,9 +57,9 @@ def with_joined(
         return None
     wide = [path for path, one in tensors.items() if path != joined[0] and one.dim() > 1]
     others = [path for path in wide if path not in joined and batch in tensors[path].shape] or wide[-1:] or joined[:1]
-    axis = splits.mesh.names[splits.data_axes[0]] if splits.data_axes else splits.mesh.names[0]
+    axes = [splits.mesh.names[axis] for axis in splits.data_axes or (0,)]
     dims = {path: next((d for d, size in enumerate(tensors[path].shape) if d and size == batch), 1) for path in others}
-    given = {path: {axis: f"S({dim})"} for path, dim in dims.items()}
+    given = {path: dict.fromkeys(axes, f"S({dim})") for path, dim in dims.items()}
     text, place = _parted(error)
     return CaptureError(
         f"{text}. Dim 0 of {', '.join(map(repr, joined))} was taken for the batch, and the ranks' parts were joined "

@@ -107,6 +107,14 @@ def test_joined_inputs_are_no_reason_where_a_model_fails_for_the_parts_too() -> 
     )
 
 
+def test_a_batch_that_is_not_dim_0_is_to_be_named_on_all_axes_that_split_it() -> None:
+    hybrid = Mesh("r=2,s=2,tp=2")
+    options = Options(recipe={"r": "ddp", "s": "fsdp", "tp": "megatron"})
+    assert failure(ProgramPlanner("cpu", hybrid, options, None), Attends(), torch.zeros(5, 3, 4), torch.zeros(5, 5)).endswith(
+        "give Options(inputs={'mask': {'r': 'S(1)', 's': 'S(1)'}}), or 'R' for one that has no batch"
+    )
+
+
 def test_parameters_that_were_added_are_named_where_a_model_fails() -> None:
     planner = ProgramPlanner("cpu", Mesh("dp=2"), Options(recipe="fsdp"), None)
     model, args = Adds(), (torch.zeros(3, 4), torch.zeros(3, 6))
