@@ -24,13 +24,20 @@ HALVES = 2  # of each of which a rank has a chunk
 
 
 def padded_positions(gm: GraphModule, parts: int) -> tuple[Padded, ...]:
-    """Return the inputs to pad so that `parts` divides the positions of attention, in the order of the inputs."""
-    found: dict[Node, Padding] = {}
+    """Return the inputs to pad so that `parts` divides the positions of attention, in the order of the inputs.
+
+    An input stays as it is where other attention has other positions of it, such as those before they are merged in pairs, and
+    `parts` divides these: padding would be cut off before them, and they would be whole on all ranks.
+    """
+    found, divided = dict[Node, Padding](), dict[Node, set[Digit]]()
     for value, dim, multiple in _queries(gm, parts):
         size = tensor_of(value).shape[dim]
-        if is_gain(size, parts):
-            for node, at, digit in _inputs_of(value, dim, Digit(1, size, 1)):
+        for node, at, digit in _inputs_of(value, dim, Digit(1, size, 1)):
+            if is_gain(size, parts):
                 found.setdefault(node, Padding(at, digit, padded_size(size, multiple)))
+            elif size % parts == 0:
+                divided.setdefault(node, set()).add(digit)
+    found = {node: padding for node, padding in found.items() if divided.get(node, set()) <= {padding.digit}}
     inputs = [node for node in placeholders(gm.graph, InputRole.INPUT) if node.users]
     for node, padding in list(found.items()):
         shape = tensor_of(node).shape[: padding.dim + 1]

@@ -175,6 +175,35 @@ def test_a_step_gives_the_numbers_of_one_device(name: str, mesh: str, recipe: st
     compare(ranks.run().step, whole.step, TOLERANCE)
 
 
+class Merged(nn.Module):
+    """Attends to 12 positions, then to 6 pairs of them, and then to the 12 again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.merge, self.split = nn.Linear(8, 24), nn.Linear(16, 8), nn.Linear(8, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pairs = self._attend(self.merge(self._attend(x).unflatten(1, (-1, 2)).flatten(2)))
+        return self._attend(x + self.split(pairs).view_as(x)).square().mean()
+
+    def _attend(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("recipe", ["context", "fsdp_context(ring)"])
+def test_positions_that_divide_are_not_padded_for_those_that_are_made_of_them(recipe: str) -> None:
+    torch.manual_seed(0)
+    whole = Reference.of(Case(Merged().double(), (torch.randn(2, 12, 8, dtype=torch.float64),), {}))
+    ranks = whole.plan("cp=4", Options(recipe=recipe))
+    remarks = [remark.text for remark in ranks.planned.plan.remarks]
+    assert [text.partition(", and")[0] for text in remarks if "runs whole" in text] == [
+        "on cp: attention runs whole on all 4 ranks: a length of 6 does not divide by 4"
+    ]
+    assert ranks.planned.plan.inputs["x"].layout.axes_on(1)
+    compare(ranks.run().step, whole.step, TOLERANCE)
+
+
 def test_a_kernel_is_told_how_long_its_padded_operands_are() -> None:
     kernel, numbers = "_scaled_dot_product_flash_attention_backward", "None, None, 9, 7, 0.0, False"
     gm, _ = parse_graph(
