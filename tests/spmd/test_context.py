@@ -201,6 +201,28 @@ def refusal(case: Case, recipe: str = "context", mesh: str = "cp=2") -> str:
     return str(caught.value)
 
 
+class Joint(nn.Module):
+    """Attends to a text and an image together: the positions of its queries are no dim of an input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(12, 36)
+
+    def forward(self, text: Tensor, image: Tensor) -> Tensor:
+        q, k, v = self.qkv(torch.cat([text, image], 1)).unflatten(-1, (3, 2, 6)).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2).square().mean()
+
+
+@pytest.mark.parametrize("recipe", [RING, f"fsdp_{GATHER}"])
+def test_inputs_that_the_recipe_does_not_find_may_be_sharded_by_hand(recipe: str) -> None:
+    torch.manual_seed(0)
+    values = torch.randn(2, 4, 12, dtype=torch.float64), torch.randn(2, 8, 12, dtype=torch.float64)
+    whole = Reference.of(Case(Joint().double(), values, {}))
+    ranks = whole.plan("cp=2", Options(recipe=recipe, inputs={"image": {"cp": "S(1)"}}))
+    assert not [remark.text for remark in ranks.planned.plan.remarks if "runs whole" in remark.text]
+    compare(ranks.run().step, whole.step, TOLERANCE)
+
+
 BY_HAND = ", or shard inputs by hand, such as Options(inputs={'tokens': {'cp': Shard(1)}})"
 
 

@@ -22,6 +22,7 @@ from passes.ir.graph import (
     is_reshard,
     item_of,
     operands,
+    pins_of,
     placeholders,
     results_of,
     tensor_of,
@@ -45,7 +46,8 @@ _MASK = torch.ops.aten.where.ScalarOther
 def shard_sequences(site: Site, way: str | None = None, *, recipe: str = "context") -> Decisions:
     """Decide the axis of `site`: the dims of inputs that become the positions of queries, and how attention runs.
 
-    Without `way`, each call runs in the one that is estimated to be the fastest. `recipe` is named in errors.
+    Without `way`, each call runs in the one that is estimated to be the fastest. `recipe` is named in errors. Where no input is
+    found, as where attention reads a text and an image together, those count that the user has sharded.
     """
     found, uses = dict[Node, Shard](), Uses()
     refused, ways = list[tuple[Node, str]](), list[tuple[Attention | Written, str]]()
@@ -64,7 +66,7 @@ def shard_sequences(site: Site, way: str | None = None, *, recipe: str = "contex
         uses |= one.uses(chosen)
     if way is None and not ways and not refused:
         found.update(_inputs_of(_convolved(site), site.size))
-    if not found:
+    if not found and (refused or not _is_by_hand(site)):
         axis = site.mesh.names[site.axis]
         name = recipe if way is None else _with_way(recipe, way)
         raise RecipeError(
@@ -117,6 +119,12 @@ def _why_not(one: Attention | Written, way: str | None, size: int) -> str:
         return f"a length of {one.length} does not divide by {size}{reason}; pad it to a multiple of {size}"
     refusals = [one.refusal(name) for name in ((way,) if way is not None else WAYS)]
     return refusals[0] if all(refusals) else ""
+
+
+def _is_by_hand(site: Site) -> bool:
+    """Return whether the user shards an input on the axis."""
+    pins = (pin for node in placeholders(site.gm.graph, InputRole.INPUT) for pin in pins_of(node))
+    return any(pin.axis == site.axis and isinstance(pin.placement, Shard) for pin in pins)
 
 
 def _convolved(site: Site) -> list[tuple[Node, Shard]]:
