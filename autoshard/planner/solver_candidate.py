@@ -184,8 +184,9 @@ def _solve_whole(task: SearchTask, standings: Standings, prepared: Prepared) -> 
 
 def _repriced(task: SearchTask, standings: Standings, answer: Answer | None, again: float) -> Answer | None:
     """Solve again with the messages of the answer as dear as they are simulated, if the simulator finds it slower than the solver
-    does, until the solver finds none that may be faster than the best as simulated, here or with another padding. Return the
-    best. Where the best with another padding is simulated slower than priced, each solution is expected to be as much slower.
+    does, until the solver finds none that may be faster than the best as simulated, here or with another padding, or corrected
+    prices gain little. Return the best. Where the best with another padding is simulated slower than priced, each solution is
+    expected to be as much slower.
 
     The solver takes each message for one that is joined with others. An answer that is far slower likely has some that are not:
     then all are first priced as if each was sent by itself.
@@ -209,11 +210,13 @@ def _repriced(task: SearchTask, standings: Standings, answer: Answer | None, aga
             prepared = last.source.with_messages_apart()
         else:
             prepared = last.source.corrected_by(last.solution, overrun, _exposed(last))
-        found = ask(task, standings, prepared, (), proves=False)
+        found = ask(task, standings, prepared, (), gap=MISPRICED, proves=False)
         if found is None:
             break
-        last = found
+        last, before = found, best
         best = min(best, last, key=lambda one: task.rank(one.evaluation))
+        if number and best.evaluation.cost.step_time > before.evaluation.cost.step_time * (1 - PROVEN):
+            break
         if not _may_be_faster(task, last.solution, best, again, task.underpriced_elsewhere):
             break
     return _at_first_prices(best, answer.source)
@@ -438,8 +441,11 @@ def _answer(task: SearchTask, standings: Standings, solution: Solution, source: 
 def _improved(task: SearchTask, standings: Standings, answer: Answer, found: Iterator[Solution]) -> Answer:
     """Improve the answer with a longer search until it is proven, and raise its proven bound.
 
-    A new solution is only taken if the simulator agrees that it is better.
+    A new solution is only taken if the simulator agrees that it is better. None is looked for where the answer is simulated far
+    slower than priced, as prices will be corrected.
     """
+    if _overrun(answer, 0.0) > FAR_OFF * answer.solution.objective:
+        return answer
     for solution in found:
         held = answer.solution
         is_enough = held.objective * (1 - PROVEN) <= solution.bound

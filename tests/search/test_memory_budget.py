@@ -21,7 +21,9 @@ from passes.search.model.factor_graph import FORWARD_END, Variable
 from passes.search.model.memory_budget import MemoryBudget, RecomputationStep, recomputation_curve
 from passes.search.model.transitions import Transitions
 from passes.search.optimize import solve
-from passes.search.solvers.evaluate import evaluate
+from passes.search.search_state import SearchState
+from passes.search.solvers.evaluate import evaluate, evaluations
+from passes.search.solvers.restriction import remaining
 from tests.search.random_graphs import random_graph
 from tests.search.unpruned import problem_of
 
@@ -50,6 +52,17 @@ def test_no_plan_is_better_than_its_bytes_at_any_price(seed: int) -> None:
         nbytes = np.array([budget.most - draw.uniform(0, 20), budget.limit - draw.uniform(0, 20)])
         prices = draw.uniform(0, 5), draw.uniform(0, 5)
         assert np.dot(prices, nbytes) - budget.worth(prices) <= budget.seconds(nbytes) + 1e-9
+
+
+def test_a_program_counts_the_bytes_of_its_assignment_also_where_memory_is_ample() -> None:
+    """What one call works on and what one layer gathers are maxima, which a solver may leave as large as the memory allows."""
+    factor_graph, unit_costs = problem_of(random_graph(0, "tp=2"))
+    state = SearchState(Transitions(factor_graph, unit_costs), Goal(memory_limit=1e12))
+    state.ascend()
+    solved, _ = state.formulation(remaining(state.pruned(float("inf")))).solve(0.0, None)
+    assert solved is not None
+    alike = evaluations(state.transitions, solved.strategies, 0.0, state.budget)
+    assert any(solved.memory == pytest.approx(one.memory, rel=1e-6) for one in alike)
 
 
 @pytest.mark.slow

@@ -41,6 +41,7 @@ class Formulation:
         ]
         self.byte_rows: list[int] = []  # per moment
         self.recomputed: list[int] = []  # columns
+        self.largest: dict[int, list[Terms]] = {}  # columns that are as large as the largest of some sums
         self.working_rows: list[int] = []  # per variable
         self.gathered_rows: list[int] = []  # per segment
         if budget is not None:
@@ -86,6 +87,8 @@ class Formulation:
 
     def _assignment(self, values: Floats) -> Assignment:
         picked = [max(columns, key=lambda strategy: values[columns[strategy]]) for columns in self.made.picks]
+        for column, sums in self.largest.items():  # a solver may leave it larger where memory is ample
+            values[column] = max((_sum(values, terms) for terms in sums), default=0.0) / self.unit
         loads = np.array([[_sum(values, load) for load in loads] for loads in self.made.loads])
         nbytes = np.array([_sum(values, terms) for terms in self.made.bytes])
         kept, repeated = (
@@ -108,17 +111,21 @@ class Formulation:
         working, gathered = (self.program.column(0.0, float("inf")) for _ in range(2))
         for terms in self.made.bytes:
             terms.extend([(working, self.unit), (gathered, self.unit)])
-        for variable, columns in zip(self.factor_graph.variables, self.made.picks, strict=True):
-            entries = [(column, -float(variable.working[strategy]) / self.unit) for strategy, column in columns.items()]
-            self.working_rows.append(self.made.row([(working, 1.0), *entries], 0.0))
-        for terms in self.made.gathered:
-            entries = [(column, -nbytes / self.unit) for column, nbytes in terms]
-            self.gathered_rows.append(self.made.row([(gathered, 1.0), *entries], 0.0))
+        picks = zip(self.factor_graph.variables, self.made.picks, strict=True)
+        calls = [[(column, float(one.working[strategy])) for strategy, column in columns.items()] for one, columns in picks]
+        self.working_rows = self._add_largest(working, calls)
+        self.gathered_rows = self._add_largest(gathered, self.made.gathered)
         self.recomputed = add_recomputation(self.program, budget)
         for moment in MOMENTS:
             entries = [(column, -nbytes / self.unit) for column, nbytes in self.made.bytes[moment]]
             freed = [(column, 1.0) for column in self.recomputed] if moment == FORWARD_END else []
             self.byte_rows.append(self.made.row(entries + freed, -budget.limit / self.unit))
+
+    def _add_largest(self, largest: int, sums: list[Terms]) -> list[int]:
+        """Let a column be at least as large as each of the sums of bytes, and return the rows that say so."""
+        self.largest[largest] = sums
+        rows = ([(largest, 1.0), *((column, -nbytes / self.unit) for column, nbytes in terms)] for terms in sums)
+        return [self.made.row(row, 0.0) for row in rows]
 
 
 def _sum(values: Floats, terms: Terms) -> float:
