@@ -82,17 +82,18 @@ def explain(plan: PlanRecord, what: str, state: PlanningState | None = None) -> 
     nodes = [node for node in subject.nodes if _layout(plan, node) is not None]
     priced = nodes if len(nodes) == 1 else _largest(nodes)
     forced, solved = _pins(plan), 0 if state is None else state.effort.alternatives
+    choices = [_choice(plan, state, node, forced, solved=solved if node in priced else None) for node in nodes]
     return Explanation(
         what,
         subject.kind,
         plan.mesh,
-        tuple(_choice(plan, state, node, forced, solved=solved if node in priced else None) for node in nodes),
+        tuple(choices),
         subject.collectives,
         tuple(_touches(plan, state, subject)),
         tuple(remark for remark in plan.remarks if remark.node in {node.name for node in subject.nodes}),
         plan.cost.step_time if plan.cost else None,
         plan.search is not None or plan.solution is not None,
-        tuple(_notes(plan, state)),
+        tuple(_notes(plan, state, are_priced=any(choice.alternatives for choice in choices))),
     )
 
 
@@ -173,7 +174,7 @@ def _touches_of_passes(plan: PlanRecord, state: PlanningState) -> Iterator[Touch
     yield from history.touches
 
 
-def _notes(plan: PlanRecord, state: PlanningState | None) -> Iterator[str]:
+def _notes(plan: PlanRecord, state: PlanningState | None, *, are_priced: bool) -> Iterator[str]:
     if state is None:
         yield (
             "a plan from a file does not hold its model: it knows stages, not the passes between them, and not what other "
@@ -183,6 +184,8 @@ def _notes(plan: PlanRecord, state: PlanningState | None) -> Iterator[str]:
     elif plan.mesh.hardware is None:
         yield "alternatives have no price where the figures of the device are not known: give Options(hardware='h100')"
     else:
+        if are_priced and state.searched.budget is None:
+            yield "the search's model finds no plan that fits in memory: alternatives are priced as if there was enough of it"
         if axes := format_axis_groups(state.axis_groups, plan.mesh):
             why = "so that they are found in seconds" if state.prepared is None else "as this one was found"
             yield f"alternatives are of plans that use {axes} alike, {why}"

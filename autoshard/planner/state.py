@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autoshard.planner.effort import Effort
 from autoshard.planner.evaluation import Folded, seeded
 from autoshard.planner.problem import Problem
 from autoshard.planner.recomputation import memory_budget_of
+from passes.errors import MemoryLimitError
 from passes.search.goal import Goal
 from passes.search.model.axis_groups import AxisGroups, coarse_groups, single_axes
 from passes.search.prepared import Prepared, Searched, prepare
@@ -35,8 +36,10 @@ class PlanningState:
 
     @cached_property
     def searched(self) -> Searched:
-        """Return the solver's exploration of the model, made on first use. Raises UserError if the hardware is
-        unknown.
+        """Return the solver's exploration of the model, made on first use: in any memory, if it finds no layouts that fit.
+
+        A recipe's plan may need more than there is, and the solver estimates more than a plan needs. Raises UserError if the
+        hardware is unknown.
         """
         prepared, options = self.prepared, self.problem.options
         if prepared is None:
@@ -45,4 +48,8 @@ class PlanningState:
             prepared = prepare(gm, mesh, self.axis_groups, optimizer=options.optimizer, hiding=hiding)
         budget = memory_budget_of(self.problem, prepared)
         keep, curve = options.keeps_gathered, budget.recomputation
-        return prepared.explore(Goal(budget.limit, self.effort.gap, options.time_limit, keep, curve))
+        goal = Goal(budget.limit, self.effort.gap, options.time_limit, keep, curve)
+        try:
+            return prepared.explore(goal)
+        except MemoryLimitError:
+            return prepared.explore(replace(goal, memory_limit=None))
