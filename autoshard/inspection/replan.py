@@ -11,6 +11,7 @@ from autoshard.capture.garbage import uncollected
 from autoshard.config.constraints import check_options
 from autoshard.config.options import Options
 from autoshard.config.topology import equipped, mesh_of
+from autoshard.planner.decision import Present
 from autoshard.planner.effort import FULL, QUICK
 from autoshard.planner.evaluation import refold
 from autoshard.planner.make_plan import plan_problem
@@ -25,6 +26,7 @@ CAPTURED_WITH = ("mixed_precision",)  # options that the captured graph depends 
 
 
 def replanned(
+    plan: PlanRecord,
     state: PlanningState,
     mesh: Mesh | DeviceMesh | str | None,
     hardware: str | Hardware | None,
@@ -34,7 +36,8 @@ def replanned(
 ) -> tuple[PlanRecord, PlanningState]:
     """Plan the captured model of `state` again.
 
-    If the plan has to be searched for, it is the first good one, unless the search is to `prove` more. Raises
+    If the plan has to be searched for, it is the first good one, or if that is slower, the present `plan`, unless the search is
+    to `prove` more. Raises
     UserErrors for requests that cannot work, and for an option that the capture depends on.
     """
     known = [field.name for field in fields(Options) if field.name not in CAPTURED_WITH]
@@ -56,4 +59,6 @@ def replanned(
     problem = padding_as_given(replace(before, mesh=wanted, options=changed, pads=True))
     with uncollected():
         folded = refold(problem, before, state.folded)
-        return plan_problem(problem, effort=FULL if prove else QUICK, folded=folded)
+        if prove:
+            return plan_problem(problem, effort=FULL, folded=folded)
+        return plan_problem(problem, effort=QUICK, folded=folded, present=Present(plan, before))

@@ -109,14 +109,14 @@ class ShardingPlan(PlanRecord):
         """Plan the same model on another mesh, on other hardware, or with other fields of `Options` (`params=`,
         `memory_limit=`, `recipe=`, ...), without capturing it again.
 
-        If the plan has to be searched for, the first good one is returned after seconds; its `search` says how much
-        better another could be. With `prove`, or with a recipe, it equals the result of `plan(...)` with the same
-        options. Its passes are dumped only if `dump=` is given. Raises PlanError for a plan that does not hold its
-        model: one that was loaded, or that runs.
+        If the plan has to be searched for, the first good one is returned after seconds, or this plan if that is faster and
+        still fits; its `search` says how much better another could be. With `prove`, or with a recipe, it equals the result
+        of `plan(...)` with the same options. Its passes are dumped only if `dump=` is given. Raises PlanError for a plan
+        that does not hold its model: one that was loaded, or that runs.
         """
         if self.state is None:
             raise PlanError(
                 "this plan was loaded from a file, or runs, and does not hold the model that it was made for; make it again "
                 "with autoshard.plan(model, mesh, args, options=...) and ask that one"
             )
-        return ShardingPlan.of(*replanned(self.state, mesh, hardware, options, prove=prove))
+        return ShardingPlan.of(*replanned(self, self.state, mesh, hardware, options, prove=prove))

@@ -8,24 +8,29 @@ from dataclasses import dataclass, replace
 from autoshard.config.axis_recipes import AUTO, recipes_of, rule_of_thumb
 from autoshard.config.progress import Progress, silent
 from autoshard.config.topology import hardware_of
-from autoshard.planner.earlier_plans import replayed
+from autoshard.planner.earlier_plans import is_valid, replayed, unpredicted
 from autoshard.planner.effort import FULL, QUICK, Effort
 from autoshard.planner.evaluation import Evaluation, Folded, folded_as
 from autoshard.planner.memory_limit import check_memory, plan_evaluation
 from autoshard.planner.paddings.variants import best_of_variants
-from autoshard.planner.prediction import timed
-from autoshard.planner.problem import Problem, Recipes, dims_padded_as, dims_padded_for
-from autoshard.planner.recipe_variants import fastest_variant
+from autoshard.planner.prediction import memory_of, timed
+from autoshard.planner.problem import Problem, Recipes, dims_padded_as, dims_padded_for, given_recipes, padded_as
+from autoshard.planner.recipe_variants import fastest_variant, format_recipes
 from autoshard.planner.recomputation import fits_surely
+from autoshard.planner.standings import SOLVED
 from autoshard.plans.collectives import Collective
-from autoshard.plans.outcome import Cost, Recomputation, Search
+from autoshard.plans.outcome import Candidate, Cost, Recomputation, Search
 from autoshard.plans.record import PlanRecord
 from passes.base import Remark
 from passes.cost.simulate import Timeline
+from passes.errors import MemoryLimitError
 from passes.ir.graph import Origin, has_backward
 from passes.ir.units import format_seconds
 from passes.search.prepared import Prepared
 from passes.search.solution import Solution
+
+BEFORE = f"{SOLVED} before"  # name of a candidate: the solver's plan that is planned again
+FIXING = ("outputs", "loss", "reshard_after_forward")  # options that fix what no layout of an input shows
 
 _log = logging.getLogger("autoshard.planner")
 
@@ -49,6 +54,11 @@ class Decision:
     compute_axes: tuple[int, ...] | None = None  # the same
     folded: Folded | None = None  # that candidates were evaluated on, if another one than was given
 
+    @property
+    def step_time(self) -> float:
+        """Return the seconds of the simulated step; infinity where none was simulated."""
+        return float("inf") if self.cost is None else self.cost.step_time
+
     def variant(self, problem: Problem, folded: Folded) -> tuple[Problem, Folded]:
         """Return the problem and the folded graph that were decided on: with padded dims and split products, or without."""
         padded = problem.padded_axes if self.padded_axes is None else self.padded_axes
@@ -71,22 +81,83 @@ def decide(problem: Problem, folded: Folded, effort: Effort, progress: Progress)
         time = "not simulated" if one.cost is None else format_seconds(one.cost.step_time)
         _log.info("candidate %s: %s%s", one.name, time, f" ({one.note})" if one.note else "")
     _log.info("chose %s in %s", choice.search.chosen, format_seconds(choice.search.seconds))
-    evaluation = choice.evaluation
+    return replace(_found(problem, folded, choice.evaluation, choice.search, choice.solution), prepared=choice.prepared)
+
+
+def _found(problem: Problem, folded: Folded, one: Evaluation, search: Search, solution: Solution | None) -> Decision:
+    """Return the decision for a candidate of a search; `solution` is None for a recipe's."""
     return Decision(
-        evaluation.recipes,
-        choice.solution,
-        choice.search,
-        evaluation.cost,
-        evaluation.timeline,
-        evaluation,
-        evaluation.recomputation,
-        timed(evaluation.facts["collectives"], evaluation.timeline),
-        prepared=choice.prepared,
+        one.recipes,
+        solution,
+        search,
+        one.cost,
+        one.timeline,
+        one,
+        one.recomputation,
+        timed(one.facts["collectives"], one.timeline),
         pads=problem.pads,
         padded_axes=problem.padded_axes,
         compute_axes=problem.compute_axes,
         folded=folded,
     )
+
+
+@dataclass(frozen=True)
+class Present:
+    """A plan that is planned again, and the problem that it was made for."""
+
+    plan: PlanRecord
+    problem: Problem
+
+
+def decide_beside(
+    problem: Problem, folded: Folded, present: Present | None, effort: Effort, progress: Progress
+) -> Decision:
+    """Decide as `decide` does; where the layouts of the `present` plan hold for this problem, too, and a search finds no plan
+    that is as fast, or none that fits, they are kept.
+    """
+    if present is None or problem.mesh.size == 1 or given_recipes(problem.options, problem.mesh) is not None:
+        return decide(problem, folded, effort, progress)
+    kept = _kept(problem, folded, present)
+    try:
+        decision = decide(problem, folded, effort, progress)
+    except MemoryLimitError:
+        if kept is None:
+            raise
+        return kept
+    if kept is None or decision.search is None or kept.step_time >= decision.step_time:
+        return decision
+    assert kept.search is not None
+    others = tuple(one for one in decision.search.candidates if one.name != kept.search.chosen)
+    searched = replace(decision.search, chosen=kept.search.chosen, candidates=(*kept.search.candidates, *others))
+    return replace(kept, search=searched)
+
+
+def _kept(problem: Problem, folded: Folded, present: Present) -> Decision | None:
+    """Return the layouts of the present plan as a decision, if they hold for this problem and fit; None if not.
+
+    They are simulated within the memory that the plan was made for, and within that of this problem only where they take more
+    than this problem allows: more memory makes no step slower.
+    """
+    plan, before = present.plan, present.problem
+    is_alike = (problem.mesh.names, problem.mesh.sizes) == (before.mesh.names, before.mesh.sizes)
+    fixed = [[getattr(one.options, name) for name in FIXING] for one in (problem, before)]
+    if not is_alike or fixed[0] != fixed[1] or (plan.solution is None and not any(plan.recipes)):
+        return None
+    problem = padded_as(problem, plan)
+    folded = folded_as(problem, folded)
+    if not is_valid(problem, folded, plan):
+        return None
+    solution = None if plan.solution is None else unpredicted(plan.solution)
+    limit = problem.options.memory_bytes(memory_of(problem.mesh))
+    for most in (before.options.memory_limit, problem.options.memory_limit):
+        limited = replace(problem, options=replace(problem.options, memory_limit=most))
+        one = plan_evaluation(limited, folded, plan.recipes, plan.solution)
+        if one.cost.peak_memory <= limit:
+            name = format_recipes(plan.recipes) if plan.solution is None else BEFORE
+            search = Search(name, (Candidate(name, one.cost, fits=True),), limit, None, None)
+            return _found(problem, folded, one, search, solution)
+    return None
 
 
 def _taken_over(problem: Problem, folded: Folded) -> Decision | None:

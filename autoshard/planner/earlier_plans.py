@@ -45,11 +45,15 @@ def replayed(problem: Problem, folded: Folded, plan: PlanRecord) -> Replay | Non
         return None
     if plan.solution is None:
         return Replay(plan.recipes, None, None, _remark(folded, f"recipe of the first plan: {plan.search.chosen}"))
-    if not (_is_alike(plan, folded) and fits_surely(problem) and _is_valid(problem, folded, plan)):
+    if not (_is_alike(plan, folded) and fits_surely(problem) and is_valid(problem, folded, plan)):
         return None
-    solution = replace(plan.solution, objective=0.0, bound=0.0, memory=0.0)  # predictions for other sizes
     remark = _remark(folded, "layouts of the search for an earlier call, whose graph differs in sizes only")
-    return Replay(plan.recipes, solution, plan.recomputation, remark)
+    return Replay(plan.recipes, unpredicted(plan.solution), plan.recomputation, remark)
+
+
+def unpredicted(solution: Solution) -> Solution:
+    """Return the layouts of a solution without what was predicted for other sizes, hardware or options."""
+    return replace(solution, objective=0.0, bound=0.0, memory=0.0)
 
 
 def _is_alike(plan: PlanRecord, folded: Folded) -> bool:
@@ -61,7 +65,7 @@ def shape_free(text: str) -> str:
     return _SIZE.sub("#", text)
 
 
-def _is_valid(problem: Problem, folded: Folded, plan: PlanRecord) -> bool:
+def is_valid(problem: Problem, folded: Folded, plan: PlanRecord) -> bool:
     """Return whether the layouts of `plan` fit the sizes, the rules and the constraints of this graph."""
     gm = copy_graph(folded.graph)
     phases = phases_of(problem, gm, plan.recipes, plan.solution, plan.recomputation)

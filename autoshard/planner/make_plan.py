@@ -18,7 +18,9 @@ from autoshard.config.settings import settings_of
 from autoshard.dumps.graph_dump import GraphDump, dump_of
 from autoshard.planner.decision import (
     Decision,
+    Present,
     decide,
+    decide_beside,
     decide_for_run,
     decided_alike,
     decision_of,
@@ -38,7 +40,7 @@ from autoshard.planner.evaluation import (
 )
 from autoshard.planner.later_program import Lowered, lowered_by_layers, numbered_draws
 from autoshard.planner.prediction import timed_as
-from autoshard.planner.problem import Problem, axes_named, captured_problem, dims_padded_as
+from autoshard.planner.problem import Problem, captured_problem, padded_as
 from autoshard.planner.request import EarlierProgram, PlanRequest
 from autoshard.planner.state import PlanningState
 from autoshard.plans.compatibility import check_model
@@ -78,15 +80,20 @@ def plan_ahead(
 
 
 def plan_problem(
-    problem: Problem, *, effort: Effort = FULL, progress: Progress = silent, folded: Folded | None = None
+    problem: Problem,
+    *,
+    effort: Effort = FULL,
+    progress: Progress = silent,
+    folded: Folded | None = None,
+    present: Present | None = None,
 ) -> tuple[PlanRecord, PlanningState]:
     """Plan a captured model as `plan_ahead` does, without changing its graph. `folded` is the result of `fold`, if
-    known.
+    known; the `present` plan is kept where the search finds none as fast.
     """
     if folded is None:
         progress("fold")
         folded = fold(problem, progress=progress)
-    decision = decide(problem, folded, effort, progress)
+    decision = decide_beside(problem, folded, present, effort, progress)
     problem, folded = decision.variant(problem, folded)
     if problem.options.passes is not None or problem.mesh.hardware is None:
         made = _programmed(problem, folded, decision, Timer()).plan
@@ -220,7 +227,7 @@ def program_problem(
     folded = fold(problem, whole=True)
 
     def folded_for(plan: PlanRecord) -> Folded:
-        return folded_as(_as_planned(problem, plan), folded)
+        return folded_as(padded_as(problem, plan), folded)
 
     def made(problem: Problem, folded: Folded, decision: Decision) -> Planned:
         timer.seconds["decide"] = time.perf_counter() - started
@@ -239,12 +246,7 @@ def program_problem(
         if same is not None:
             return same
     plan = follow(folded_for)
-    return made(_as_planned(problem, plan), folded_for(plan), decision_of(plan, folded_for(plan)))
-
-
-def _as_planned(problem: Problem, plan: PlanRecord) -> Problem:
-    """Return the problem with the batch and dims padded as in a plan."""
-    return replace(dims_padded_as(problem, plan), padded_axes=axes_named(problem.mesh, plan.padded_axes))
+    return made(padded_as(problem, plan), folded_for(plan), decision_of(plan, folded_for(plan)))
 
 
 def _programmed(problem: Problem, folded: Folded, decision: Decision, timer: Timer) -> Planned:

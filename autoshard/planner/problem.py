@@ -322,6 +322,11 @@ def dims_padded_as(problem: Problem, plan: PlanRecord) -> Problem:
     return replace(problem, pads=plan.pads, compute_axes=axes_named(problem.mesh, plan.compute_axes))
 
 
+def padded_as(problem: Problem, plan: PlanRecord) -> Problem:
+    """Return the problem with the batch and dims padded as in a plan."""
+    return replace(dims_padded_as(problem, plan), padded_axes=axes_named(problem.mesh, plan.padded_axes))
+
+
 def axes_named(mesh: Mesh, names: Iterable[str]) -> tuple[int, ...]:
     """Return the axes of `mesh` that have these names."""
     return tuple(mesh.names.index(name) for name in names if name in mesh.names)
