@@ -293,3 +293,14 @@ def test_a_recipe_that_runs_is_predicted_as_one_that_is_planned() -> None:
     assert planned.repeats and run.cost == planned.cost is not None and run.timeline == planned.timeline
     times = [{one.origin.fqn: one.exposed for one in made.collectives if one.backward} for made in (planned, run)]
     assert times[0] == times[1] and None not in times[0].values()
+
+
+def test_what_is_received_has_the_padding_of_the_last_parts() -> None:
+    """Of five rows on four ranks, each holds two, and the first receives six, not the three that it lacks."""
+    with torch.device("meta"):
+        model, x = nn.Linear(10, 5), torch.empty(8, 10)
+    found = plan(model, Mesh("dp=4", hardware="h100"), (x,), options=Options(recipe="fsdp"))
+    layout = found.parameters["weight"].layout
+    assert layout is not None and layout.format(found.mesh) == "{dp:S(0)}"
+    rows = {one.kind: one.bytes // (10 * 4) for one in found.collectives if one.what.endswith(" weight")}
+    assert rows == {"all_gather": 6, "reduce_scatter": 6}

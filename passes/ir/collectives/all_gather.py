@@ -65,7 +65,7 @@ ALL_GATHER = register(
             c10d.all_gather_into_tensor_coalesced.default: _gathered_lists,
             ALL_GATHER_MATMUL: _gathered_and_multiplied,
         },
-        received=lambda before, after, ranks: after - before,
+        received=lambda before, after, ranks: (ranks - 1) * before,
         pieces=lambda before, after, ranks: (ranks - 1) * before,
         seconds=_seconds,
         sent=lambda where: spread_formula(where, sweeps=1),

@@ -58,7 +58,7 @@ class Kind:
 
     Complex numbers come as pairs of real ones, in a last dim of the operand and of the result.
     """
-    received: Callable[[Any, Any, Any], Any] | None = None  # units that a rank receives; None: nothing is sent
+    received: Callable[[Any, Any, Any], Any] | None = None  # units that a rank receives, in parts of equal size; None: none
     pieces: Callable[[int, int, int], int] | None = None  # the same as it is sent, padding included: routes compare it
     seconds: Callable[[Fabric], sympy.Expr] | None = None  # in `formulas.SYMBOLS`
     sent: Callable[[Where], tuple[sympy.Expr, sympy.Expr]] = _nothing  # bytes of a rank in its node, and between nodes

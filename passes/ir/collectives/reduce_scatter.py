@@ -67,7 +67,7 @@ REDUCE_SCATTER = register(
             c10d.reduce_scatter_tensor_coalesced.default: _scattered_lists,
             MATMUL_REDUCE_SCATTER: _multiplied_and_scattered,
         },
-        received=lambda before, after, ranks: before - after,
+        received=lambda before, after, ranks: (ranks - 1) * after,
         pieces=lambda before, after, ranks: (ranks - 1) * after,
         seconds=_seconds,
         sent=lambda where: spread_formula(where, sweeps=1),
