@@ -296,7 +296,7 @@ def test_a_recipe_that_runs_is_predicted_as_one_that_is_planned() -> None:
 
 
 def test_what_is_received_has_the_padding_of_the_last_parts() -> None:
-    """Of five rows on four ranks, each holds two, and the first receives six, not the three that it lacks."""
+    """Gather five rows on four ranks: each holds two, and the first receives six, not the three that it lacks."""
     with torch.device("meta"):
         model, x = nn.Linear(10, 5), torch.empty(8, 10)
     found = plan(model, Mesh("dp=4", hardware="h100"), (x,), options=Options(recipe="fsdp"))
