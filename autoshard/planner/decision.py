@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from autoshard.config.axis_recipes import AUTO, recipes_of, rule_of_thumb
 from autoshard.config.progress import Progress, silent
 from autoshard.config.topology import hardware_of
+from autoshard.planner.candidates import AGAIN
 from autoshard.planner.earlier_plans import is_valid, replayed, unpredicted
 from autoshard.planner.effort import FULL, QUICK, Effort
 from autoshard.planner.evaluation import Evaluation, Folded, folded_as
@@ -155,7 +156,8 @@ def _kept(problem: Problem, folded: Folded, present: Present) -> Decision | None
         one = plan_evaluation(limited, folded, plan.recipes, plan.solution)
         if one.cost.peak_memory <= limit:
             name = format_recipes(plan.recipes) if plan.solution is None else BEFORE
-            search = Search(name, (Candidate(name, one.cost, fits=True),), limit, None, None)
+            note = AGAIN if one.recomputation is not None else ""
+            search = Search(name, (Candidate(name, one.cost, fits=True, note=note),), limit, None, None)
             return _found(problem, folded, one, search, solution)
     return None
 
