@@ -30,6 +30,7 @@ from autoshard.capture.capture_errors import (
 from autoshard.capture.changes import NOTHING_NEW, NewValues, name_of_new
 from autoshard.capture.fake_module import FakeModule
 from autoshard.capture.origins import user_frame
+from autoshard.capture.selections.selected_rows import keep_rows
 from autoshard.capture.signature import Call, InputSpec, NotReturned, Signature, describe_output, is_constant
 from autoshard.capture.tracing import TracedCall
 from passes._torch import LeftOut, flatten_pytree, memory_of
@@ -67,7 +68,10 @@ def flatten_call(
     key_of = {id(tensor): key for key, tensor in {**fake.tensors, **arguments}.items()}
     tensors, constants = dict(fake.tensors), dict(fake.attributes)
     graph = traced.graph_module.graph
-    _drop_checks(graph)
+    for part in traced.graph_module.modules():
+        if isinstance(part, GraphModule):
+            _drop_checks(part.graph)
+    selecting = keep_rows(traced.graph_module)
     _widen_masks(graph)
     check_draws(traced)
     check_shapes(graph)
@@ -89,7 +93,8 @@ def flatten_call(
     nodes = {number: new[key] for number, key in key_of.items()}
     signature, new_values, left_out = _flatten_output(graph, traced_call, call, leaves, nodes, tensors.values())
     graph.set_codegen(CodeGen())
-    remarks = (*traced_call.remarks, *(_unsaid(one) for one in traced.left_out), *map(unreturned, left_out))
+    said = (*(_unsaid(one) for one in traced.left_out), *map(unreturned, left_out), *map(_keeps_rows, selecting))
+    remarks = (*traced_call.remarks, *said)
     return FlatCall(GraphModule(traced.graph_module, graph), tensors, constants, signature, new_values, remarks)
 
 
@@ -110,6 +115,11 @@ def _unsaid(call: LeftOut) -> Remark:
     text = _SAID.get(call.function, f"{call.function} is left out: a program computes tensors and writes no messages")
     is_routine = call.function not in ("print", "warn", *_SAID)
     return Remark("capture", text, user_frame(call.stack), "output", routine=is_routine)
+
+
+def _keeps_rows(stack: str) -> Remark:
+    text = "rows that a mask selects are computed with all others, as shapes are fixed; sums and means leave the others out"
+    return Remark("capture", text, user_frame(stack), "output")
 
 
 def unreturned(left_out: NotReturned) -> Remark:

@@ -87,7 +87,7 @@ try:
         ALIGNED_CONVOLUTION_INPUT,
         ALIGNED_CONVOLUTION_WEIGHT,
     )
-    from passes._torch.operators.ctc import CTC_LOSS
+    from passes._torch.operators.ctc import CTC_LOSS, MASKED_SELECT
     from passes._torch.operators.neighbours import SEND
     from passes._torch.operators.reversed_cumsum import REVERSED_CUMSUM
     from passes._torch.operators.symmetric import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, reserve_symmetric_memory
@@ -118,6 +118,7 @@ __all__ = [
     "ALL_GATHER_MATMUL",
     "Box",
     "CTC_LOSS",
+    "MASKED_SELECT",
     "CalledFunction",
     "Calls",
     "DTensorSpec",

@@ -17,7 +17,8 @@ For a block of code, in the thread that runs it (`replaced`); other threads use 
 | `LoggingLoggerVariable.call_method` | | | |
 | `symbolic_convert._detect_and_normalize_assert_statement` | a call is traced | checks are left out | dynamo/module_trace.py |
 | `SetAttrBuiltinVariable._call_setattr` and | a call is traced | a value is no leaf | dynamo/module_trace.py |
-| `TensorVariable.call_method` | | a selection by a mask, for a CTC loss, has a fixed length | |
+| `TensorVariable.call_method` | | functions of dynamo/substitutes.py are methods, too | |
+| `SubgraphTracer.create_proxy` | a call is traced | selections by equal masks have one length | dynamo/equal_masks.py |
 | `VariableBuilder._wrap` and | a call is traced | numpy's numbers are numbers, | dynamo/numpy_numbers.py |
 | `TorchInGraphFunctionVariable.call_function` | | with a dtype of their own | |
 | `TensorVariable.var_getattr` | a call is traced | a view that is returned is in the graph | dynamo/module_trace.py |

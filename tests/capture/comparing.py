@@ -75,7 +75,7 @@ def assert_same(actual: Any, expected: Any) -> None:
     for (path, value), (_, wanted) in zip(left[0], right[0], strict=True):
         if isinstance(wanted, Tensor):
             torch.testing.assert_close(
-                value, wanted, atol=1e-12, rtol=1e-10, msg=functools.partial("{}: {}".format, path)
+                value, wanted, atol=1e-12, rtol=1e-10, equal_nan=True, msg=functools.partial("{}: {}".format, path)
             )
         else:
             assert type(value) is type(wanted)

@@ -1,4 +1,4 @@
-"""Functions that are traced in place of torch's: the CTC loss, a selection by a mask, counts, covariances, and flex_attention."""
+"""Functions that are traced in place of torch's: the CTC loss, counts, covariances, and flex_attention."""
 
 from __future__ import annotations
 
@@ -41,6 +41,8 @@ class Speech(nn.Module):
         targets = labels.clamp(min=0)
         if self.form == "in one row":
             targets = labels.masked_select(is_label)
+        if self.form == "index":
+            targets = labels[is_label]
         if self.form == "function":
             targets = torch.masked_select(labels, is_label)
         if self.form == "numbers":
@@ -84,15 +86,8 @@ def test_targets_in_one_row_are_read_whole() -> None:
     assert check(Speech("in one row").double(), Mesh("dp=2"), _inputs(), options=Options(recipe="fsdp"))
 
 
-class Selects(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.masked_select(x > 0).sum()
-
-
-def test_a_selection_whose_length_matters_is_refused() -> None:
-    with pytest.raises(CaptureError, match="a tensor whose shape depends on values") as caught:
-        plan(Selects(), Mesh("dp=2"), (torch.ones(4, requires_grad=True),))
-    assert "x.masked_select(x > 0).sum()" in str(caught.value)
+def test_targets_in_one_row_may_come_by_an_index() -> None:
+    check_capture(Speech("index").double(), *_inputs())
 
 
 @pytest.mark.slow

@@ -24,13 +24,12 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from passes._torch.dynamo.absences import guard_absences
 from passes._torch.dynamo.clamping_branches import takes_branch
+from passes._torch.dynamo.equal_masks import equal_masks
 from passes._torch.dynamo.numpy_numbers import READ_ATTRIBUTE, numpy_numbers
 from passes._torch.dynamo.outside_reads import level_read, outside_reads, readable_name
 from passes._torch.dynamo.side_effects import watch_side_effects
 from passes._torch.dynamo.substitutes import (
     METHODS,
-    UnknownLengthError,
-    check_selections,
     flex_attention_replaced,
     mask_not_compared,
     teach_dynamo,
@@ -74,9 +73,9 @@ def trace_module(
         stack.enter_context(replaced(TensorVariable, "call_method", methods))
         stack.enter_context(replaced(TensorVariable, READ_ATTRIBUTE, _get_attribute))
         stack.enter_context(numpy_numbers())
+        stack.enter_context(equal_masks())
         stack.enter_context(guard_absences())
         traced: Any = dynamo_graph_capture_for_export(module)(*args, **kwargs)
-        check_selections(traced.graph)
     given = (*args, *kwargs.values())
     inputs = tuple(traced._dynamo_bytecode_flatten(*given))
     output = traced._dynamo_bytecode_flatten.out.graph_capture_output
@@ -225,8 +224,6 @@ def _logging_functions() -> set[Callable[..., Any]]:
 def trace_failure(error: Exception) -> TraceFailure:
     """Return why `trace_module` or `trace_joint` raised `error`."""
     detail = str(error)
-    if isinstance(error, UnknownLengthError):
-        return TraceFailure(DynamicOutputShapeException.__name__, detail, error.stack)
     if isinstance(error, Unsupported | TorchRuntimeError | DynamoUserError):
         kind = error.gb_type if isinstance(error, Unsupported) else type(error).__name__
         return TraceFailure(kind or "", detail, "".join(error.real_stack.format()))

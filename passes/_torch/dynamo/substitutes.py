@@ -16,13 +16,13 @@ from torch._dynamo.decorators import substitute_in_graph
 from torch._dynamo.variables import UserFunctionVariable
 from torch.backends import cudnn
 from torch.distributions import Distribution, constraints, kl
-from torch.fx import Graph
 from torch.nn.attention.flex_attention import AuxOutput, flex_attention
 from torch.nn.modules import transformer
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
+from passes._torch.dynamo.equal_masks import masked_select
 from passes._torch.operators.counts import bincount, corrcoef, cov
-from passes._torch.operators.ctc import CTC_LOSS, MASKED_SELECT
+from passes._torch.operators.ctc import CTC_LOSS
 from passes._torch.patches import once
 
 
@@ -85,12 +85,6 @@ def _ctc_loss(
     raise ValueError(f"{reduction} is not a valid value for reduction")
 
 
-def masked_select(x: Tensor, mask: Tensor) -> Tensor:
-    """Return what `torch.masked_select` does, and zeros after it: for readers that know how many elements there are."""
-    selected: Tensor = MASKED_SELECT(x, mask)
-    return selected
-
-
 # Functions of torch that are methods of tensors, too, by their name.
 METHODS: dict[str, Callable[..., Tensor]] = {
     "masked_select": masked_select,
@@ -98,21 +92,6 @@ METHODS: dict[str, Callable[..., Tensor]] = {
     "cov": cov,
     "corrcoef": corrcoef,
 }
-
-
-class UnknownLengthError(RuntimeError):
-    """A selection by a mask, made by the code in `stack`, is read by an op that needs its length."""
-
-    def __init__(self, stack: str) -> None:
-        super().__init__("masked_select")
-        self.stack = stack
-
-
-def check_selections(graph: Graph) -> None:
-    """Raise UnknownLengthError unless the targets of a CTC loss are the one use of each selection by a mask."""
-    for node in graph.find_nodes(op="call_function", target=MASKED_SELECT):
-        if any(reader.target is not CTC_LOSS or node in (*reader.args[:1], *reader.args[2:]) for reader in node.users):
-            raise UnknownLengthError(node.meta.get("stack_trace") or "")
 
 
 def mask_not_compared() -> None:
