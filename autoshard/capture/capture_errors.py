@@ -294,11 +294,15 @@ def marks_leaf(error: Exception) -> bool:
 def check_shapes(graph: Graph) -> None:
     """Raise CaptureError for a value whose shape is known only when the model runs."""
     for node in graph.nodes:
-        value = node.meta.get("example_value")
-        if isinstance(value, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape):
-            if node.target is torch.ops.aten.bincount.default:
-                raise CaptureError(_COUNTS + format_place(user_frame(node.meta.get("stack_trace"))))
-            raise CaptureError(_UNKNOWN_SHAPE + format_place(user_frame(node.meta.get("stack_trace"))))
+        check_shape(node)
+
+
+def check_shape(node: Node) -> None:
+    """Raise CaptureError if the shape of a value is known only when the model runs."""
+    value = node.meta.get("example_value")
+    if isinstance(value, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape):
+        place = format_place(user_frame(node.meta.get("stack_trace")))
+        raise CaptureError((_COUNTS if node.target is torch.ops.aten.bincount.default else _UNKNOWN_SHAPE) + place)
 
 
 def check_numbers(graph: Graph) -> None:

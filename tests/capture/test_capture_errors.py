@@ -200,7 +200,16 @@ class IndexesByMask(Model):
     and blank out with torch.where, a product with the mask, or masked_fill <line>"""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x)[x > 0].cumsum(0).sum()  # <line>
+        return self.layer(x)[x > 0]  # <line>
+
+
+class ReadsSelectedRows(Model):
+    """the model selects rows by a mask (x[mask]), and reads them here by what is not known to compute each row by itself, but the
+    shapes of a graph are fixed; keep all rows and blank out with torch.where, a product with the mask, or masked_fill <line>"""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.layer(x)[x[:, 0] > 0]
+        return rows.std()  # <line>
 
 
 class Unique(Model):

@@ -343,8 +343,20 @@ def rows_through_a_checkpoint(model: Any, scores: Tensor, y: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_selection_whose_length_matters_is_refused(name: str) -> None:
-    with pytest.raises(CaptureError, match="the model makes a tensor whose shape depends on values, but the shapes"):
+    with pytest.raises(CaptureError, match="but the shapes of a graph are fixed; keep all"):
         check_capture(Selects(REFUSED[name]).double(), *batch("some"))
+
+
+class SelectsAndFinds(Selects):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        found = sums_and_means(self, self.scores(x), y)
+        return found + y.nonzero().sum()
+
+
+def test_the_error_names_the_line_that_no_rule_knows() -> None:
+    with pytest.raises(CaptureError, match="makes a tensor whose shape depends on values") as caught:
+        check_capture(SelectsAndFinds(sums_and_means).double(), *batch("some"))
+    assert str(caught.value).endswith("return found + y.nonzero().sum()")
 
 
 def test_a_selection_in_evaluation() -> None:

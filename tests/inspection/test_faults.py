@@ -71,7 +71,7 @@ class Ragged(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         found = self.up(x)
-        return found[found > 0].cumsum(0).sum()
+        return found[found > 0]
 
 
 def planned(kind: type[nn.Module], **options: Any) -> ShardingPlan:
@@ -153,4 +153,4 @@ def test_a_size_that_depends_on_values_leads_to_its_line() -> None:
         planned(Ragged)
     message, _, line = str(caught.value).partition("\n")
     assert message.startswith("the model makes a tensor whose shape depends on values, but the shapes of a graph are fixed")
-    assert line.endswith("return found[found > 0].cumsum(0).sum()")
+    assert line.endswith("return found[found > 0]")

@@ -2,8 +2,7 @@
 
 A graph has fixed shapes, but dynamo traces a selection with a number of rows that it does not know. Here its graph is written
 with all rows, where each function that reads them computes row by row, and what adds rows up takes the selected ones alone. A
-function is one of a closed list (`row_functions`); where any other one reads a selection, or its length, the graph stays as it
-is, and is refused.
+function is one of a closed list (`row_functions`); where any other one reads a selection, or its length, that is an error.
 
 Rows that are not selected are ones after each function. So none can make a NaN, whatever they held, and as `masked_fill` has no
 gradient where it fills, nothing that is computed of them reaches a gradient.
@@ -17,19 +16,30 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from autoshard.capture.capture_errors import check_shape, format_place
+from autoshard.capture.origins import user_frame
 from autoshard.capture.selections.row_functions import CLASS_LOSSES, LOSSES, name_of_call
 from autoshard.capture.selections.row_losses import class_loss, pair_loss
 from autoshard.capture.selections.row_rules import RowCall, read_groups, read_rows
 from autoshard.capture.selections.rows import Groups, Parts, Rows, clean, known_dim
 from autoshard.capture.selections.selections import Refused, Selection, Selections, Writer, require, selecting_index
 from passes._torch import CTC_LOSS, MASKED_SELECT
+from passes.errors import CaptureError
 
 aten = torch.ops.aten
 
+_READ = (
+    "the model selects rows by a mask (x[mask]), and reads them here by what is not known to compute each row by itself, but the "
+    "shapes of a graph are fixed; keep all rows and blank out with torch.where, a product with the mask, or masked_fill"
+)
+
 
 def keep_rows(module: GraphModule) -> tuple[str, ...]:
-    """Write the selections of a graph of dynamo, and of those in it, such as that of a checkpoint, with all rows; leave a graph
-    as it is where one of them is read otherwise. Return the stacks of the lines that select.
+    """Write the selections of a graph of dynamo, and of those in it, such as that of a checkpoint, with all rows. Return the
+    stacks of the lines that select.
+
+    A graph that returns a selection stays as it is. Raises CaptureError where one is read in a way that no rule knows, and for
+    another tensor of a shape that is not known.
     """
     parts = [one for one in module.modules() if isinstance(one, GraphModule)]
     return tuple(dict.fromkeys(stack for one in parts for stack in _keep_rows(one)))
@@ -43,6 +53,11 @@ def _keep_rows(part: GraphModule) -> list[str]:
     try:
         keeps.run()
     except Refused:
+        node = keeps.write.at
+        assert node is not None
+        if keeps.reads and (stack := node.meta.get("stack_trace")):
+            raise CaptureError(_READ + format_place(user_frame(stack))) from None
+        check_shape(node)
         for node in reversed(part.graph.nodes):
             if node not in before:
                 part.graph.erase_node(node)
@@ -67,6 +82,7 @@ class _KeepsRows:
         self.rows: dict[Node, Rows | Parts | Groups] = {}
         self.lengths: dict[Node, Selection] = {}
         self.stacks: list[str] = []
+        self.reads = False
 
     def run(self) -> None:
         """Replace all calls of selections. Raises Refused, with nothing replaced, where that cannot be."""
@@ -74,7 +90,7 @@ class _KeepsRows:
         new: dict[Node, Node] = {}
         for node in list(self.graph.nodes):
             self.write.at = node
-            reads = any(one in self.rows or one in self.lengths for one in node.all_input_nodes)
+            self.reads = reads = any(one in self.rows or one in self.lengths for one in node.all_input_nodes)
             if not reads and not _is_unknown(node):
                 continue
             old.append(node)
