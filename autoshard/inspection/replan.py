@@ -37,8 +37,7 @@ def replanned(
     """Plan the captured model of `state` again.
 
     If the plan has to be searched for, it is the first good one, or if that is slower, the present `plan`, unless the search is
-    to `prove` more. Raises
-    UserErrors for requests that cannot work, and for an option that the capture depends on.
+    to `prove` more. Raises UserErrors for requests that cannot work, and for an option that the capture depends on.
     """
     known = [field.name for field in fields(Options) if field.name not in CAPTURED_WITH]
     for name in options:

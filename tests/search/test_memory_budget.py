@@ -55,7 +55,7 @@ def test_no_plan_is_better_than_its_bytes_at_any_price(seed: int) -> None:
 
 
 def test_a_program_counts_the_bytes_of_its_assignment_also_where_memory_is_ample() -> None:
-    """What one call works on and what one layer gathers are maxima, which a solver may leave as large as the memory allows."""
+    """Count the most that one call works on and one layer gathers: a solver may leave these as large as the memory allows."""
     factor_graph, unit_costs = problem_of(random_graph(0, "tp=2"))
     state = SearchState(Transitions(factor_graph, unit_costs), Goal(memory_limit=1e12))
     state.ascend()
