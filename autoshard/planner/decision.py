@@ -137,29 +137,30 @@ def decide_beside(
 def _kept(problem: Problem, folded: Folded, present: Present) -> Decision | None:
     """Return the layouts of the present plan as a decision, if they hold for this problem and fit; None if not.
 
-    They are simulated within the memory that the plan was made for, and within that of this problem only where they take more
-    than this problem allows: more memory makes no step slower.
+    They are simulated within the memory that the plan was made for: more memory makes no step slower. A plan that takes more than
+    this problem allows is not made to fit.
     """
     plan, before = present.plan, present.problem
     is_alike = (problem.mesh.names, problem.mesh.sizes) == (before.mesh.names, before.mesh.sizes)
     fixed = [[getattr(one.options, name) for name in FIXING] for one in (problem, before)]
     if not is_alike or fixed[0] != fixed[1] or (plan.solution is None and not any(plan.recipes)):
         return None
+    limit = problem.options.memory_bytes(memory_of(problem.mesh))
+    if plan.cost is None or plan.cost.peak_memory > limit:
+        return None
     problem = padded_as(problem, plan)
     folded = folded_as(problem, folded)
     if not is_valid(problem, folded, plan):
         return None
     solution = None if plan.solution is None else unpredicted(plan.solution)
-    limit = problem.options.memory_bytes(memory_of(problem.mesh))
-    for most in (before.options.memory_limit, problem.options.memory_limit):
-        limited = replace(problem, options=replace(problem.options, memory_limit=most))
-        one = plan_evaluation(limited, folded, plan.recipes, plan.solution)
-        if one.cost.peak_memory <= limit:
-            name = format_recipes(plan.recipes) if plan.solution is None else BEFORE
-            note = AGAIN if one.recomputation is not None else ""
-            search = Search(name, (Candidate(name, one.cost, fits=True, note=note),), limit, None, None)
-            return _found(problem, folded, one, search, solution)
-    return None
+    limited = replace(problem, options=replace(problem.options, memory_limit=before.options.memory_limit))
+    one = plan_evaluation(limited, folded, plan.recipes, plan.solution)
+    if one.cost.peak_memory > limit:
+        return None
+    name = format_recipes(plan.recipes) if plan.solution is None else BEFORE
+    note = AGAIN if one.recomputation is not None else ""
+    search = Search(name, (Candidate(name, one.cost, fits=True, note=note),), limit, None, None)
+    return _found(problem, folded, one, search, solution)
 
 
 def _taken_over(problem: Problem, folded: Folded) -> Decision | None:
