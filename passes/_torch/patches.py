@@ -41,7 +41,7 @@ For the rest of the process, once (`once`):
 | `_c10d_functional.all_gather_into_tensor` on CPU | groups on gloo are opened | torch 2.13 and newer | groups.py |
 | Inductor's lowering of `autoshard.send`, which has none | a graph is compiled | `autoshard.send` | inductor/compilation.py |
 | dynamo's polyfill of `checkpoint_sequential` | a call is traced | dynamo, which has none | dynamo/substitutes.py |
-| dynamo's polyfills of `ctc_loss`, `masked_select`, `cudnn.flags` | a call is traced | dynamo | dynamo/substitutes.py |
+| dynamo's polyfills of `ctc_loss`, `cudnn.flags` and `METHODS` | a call is traced | dynamo | dynamo/substitutes.py |
 | dynamo's polyfill of `flex_attention` | a call is traced | dynamo | dynamo/substitutes.py |
 | dynamo's polyfill of `transformer._detect_is_causal_mask` | a call is traced | dynamo | dynamo/substitutes.py |
 | dynamo's rules for `constraints.is_dependent` and `gaussian_nll_loss` | each call is traced | dynamo | dynamo/substitutes.py |

@@ -1,4 +1,4 @@
-"""What a function makes of rows: a rule for each kind of function, which refuses calls that mix rows.
+"""Compute what a function makes of selected rows: a rule for each kind of function, which refuses calls that mix rows.
 
 A rule takes a call, and returns the rows that it computes, several, or a value that has no dim of rows.
 """
