@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
@@ -224,6 +224,15 @@ def last_of_equal_groups(model: Any, scores: Tensor, y: Tensor) -> Tensor:
     return (model.head(rows.view(scores.size(0), -1, CLASSES)[:, -1, :]) * torch.arange(1, 5).unsqueeze(1)).sum()
 
 
+def last_of_groups(model: Any, scores: Tensor, y: Tensor) -> Tensor:
+    return model.head(scores[y > 2].view(BATCH, -1, CLASSES)[:, -1])
+
+
+def last_of_checked_groups(model: Any, scores: Tensor, y: Tensor) -> Tensor:
+    torch._check(torch.unique_consecutive((y > 2).sum(1)).numel() == 1)
+    return last_of_groups(model, scores, y)
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_a_selection_has_one_devices_gradients_whatever_is_not_selected(name: str) -> None:
     check_capture(Selects(FORMS[name], hides=True).double(), *batch("some"))
@@ -380,6 +389,27 @@ def test_a_selection_is_sharded_along_batch_and_sequence() -> None:
 def test_a_batch_that_ranks_do_not_divide(name: str) -> None:
     x, y = batch("some")
     assert check(Selects(FORMS[name]).double(), Mesh("dp=3"), (x, y), options=Options(recipe="fsdp"))
+
+
+@pytest.mark.parametrize("check_sizes", [False, True])
+def test_rows_that_make_no_equal_groups_are_nan(check_sizes: bool, one_rank: DeviceMesh) -> None:
+    x, _ = batch("some")
+    counts = {(2, 2, 2, 2): False, (3, 3, 3, 3): False, (1, 2, 1, 1): True, (0, 0, 0, 0): True, (1, 3, 2, 2): check_sizes}
+    few, *others = (torch.stack([torch.arange(SEQUENCE) < count for count in row]).long() * 3 for row in counts)
+    model = Selects(last_of_checked_groups if check_sizes else last_of_groups).double()
+    options = Options(recipe="ddp", compile="eager")
+    sharded = autoshard(model, one_rank, args=(x, few), options=options)
+    for y, fails in zip((few, *others), counts.values(), strict=True):
+        found = sharded(x, y)
+        assert found.isnan().all() if fails else torch.allclose(found, last_of_groups(model, model.scores(x), y))
+
+
+def test_groups_of_integers_are_refused() -> None:
+    def last(model: Any, scores: Tensor, y: Tensor) -> Tensor:
+        return scores.sum() * y.unsqueeze(-1)[y > 2].view(BATCH, -1, 1)[:, -1].sum()
+
+    with pytest.raises(CaptureError, match="but the shapes of a graph are fixed; keep all"):
+        check_capture(Selects(last).double(), *batch("some"))
 
 
 def test_the_loss_of_a_selection_is_not_gathered() -> None:

@@ -124,6 +124,7 @@ def _reshaped(call: RowCall) -> Result:
     """Change the shape before or after the rows; their number may be among the sizes."""
     rows, node, old = call.first, call.node, call.node.meta["example_value"]
     if rows.dim == 0 and old.dim() == rows.example.dim() + 1 and _is_grouped(old.shape, rows.example.shape):
+        require(rows.example.is_floating_point())  # there is no NaN among integers
         return Groups(rows, old.shape[0])
     require(all(one is node.args[0] or call.lengths.get(one) is rows.selection for one in node.all_input_nodes))
     args, kwargs = map_arg(

@@ -48,24 +48,38 @@ class Parts:
 
 @dataclass(frozen=True)
 class Groups:
-    """The selected rows in `count` groups of as many each, in their order: `x[mask].view(count, -1, size)`."""
+    """The selected rows in `count` groups of as many each, in their order: `x[mask].view(count, -1, size)`.
+
+    `alike` are values of which the model has checked that all their elements are the same.
+    """
 
     rows: Rows
     count: int
+    alike: tuple[Node, ...] = ()
 
     @property
     def selection(self) -> Selection:
         return self.rows.selection
 
     def last(self, write: Writer) -> Node:
-        """Return the last row of each group."""
+        """Return the last row of each group; NaN where the model would raise an error, as the rows make no such groups."""
         chosen = write.method("logical_not", self.selection.dropped)
         numbers = write.method("cumsum", chosen, 0)  # from 1
         size = write.method("floor_divide", self.selection.count(write), self.count)
         lasts = write.method("mul", write.method("cumsum", write.method("new_ones", numbers, self.count), 0), size)
         is_last = write.method("eq", write.method("unsqueeze", lasts, 1), numbers)
         places = write.method("argmax", write.method("int", write.method("logical_and", is_last, chosen)), 1)
-        return write.method("index_select", self.rows.node, 0, places)
+        return write.method("masked_fill", write.method("index_select", self.rows.node, 0, places), self._fail(write), math.nan)
+
+    def _fail(self, write: Writer) -> Node:
+        """Return whether there are no rows, the groups do not divide them, or values that were checked differ."""
+        count = self.selection.count(write)
+        rest = write.method("remainder", count, self.count)
+        fail = write.method("logical_or", write.method("ne", rest, 0), write.method("eq", count, 0))
+        for one in self.alike:
+            unlike = write.method("ne", write.method("amax", one), write.method("amin", one))
+            fail = write.method("logical_or", fail, unlike)
+        return fail
 
 
 def clean(node: Node, selection: Selection, dim: int, write: Writer) -> Rows:

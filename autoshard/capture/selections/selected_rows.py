@@ -11,6 +11,7 @@ gradient where it fills, nothing that is computed of them reaches a gradient.
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -81,6 +82,7 @@ class _KeepsRows:
         self.selections = Selections(self.write)
         self.rows: dict[Node, Rows | Parts | Groups] = {}
         self.lengths: dict[Node, Selection] = {}
+        self.alike: list[Node] = []
         self.stacks: list[str] = []
         self.reads = False
 
@@ -95,6 +97,7 @@ class _KeepsRows:
                 continue
             old.append(node)
             if not reads and not node.users and node.target is torch.unique_consecutive:  # which a check read
+                self.alike += [one for one in node.all_input_nodes if one is node.args[0]]
                 continue
             result = self._read(node) if reads else self._selected(node)
             if isinstance(result, Node):
@@ -143,7 +146,7 @@ class _KeepsRows:
             new = self.write.like(node, (parts.node, node.args[1]), {})
             return self._checked(node, new, known_dim(node.meta["example_value"], new, parts.selection), parts.selection)
         if isinstance(parts, Groups):
-            return read_groups(node, parts, self.write)
+            return read_groups(node, replace(parts, alike=tuple(self.alike)), self.write)
         operands = {one: self.rows[one] for one in node.all_input_nodes if one in self.rows}
         require(len({id(one.selection) for one in operands.values()}) <= 1)
         rows_of = {one: rows for one, rows in operands.items() if isinstance(rows, Rows)}
