@@ -103,13 +103,27 @@ def _device(tensor: torch.Tensor, place: Place) -> torch.device:
 
 
 def distributed_parameter(parameter: nn.Parameter, place: Place, layout: Layout) -> nn.Parameter:
-    """Return a parameter that holds this rank's part of `parameter`, with its Python attributes."""
+    """Return a parameter that holds this rank's part of `parameter`, with its Python attributes and its gradient's hooks."""
     storage = place.storage(layout, tuple(parameter.shape))
     part = storage.part_of(parameter.detach()).to(_device(parameter, place), copy=True)
     tensor = distributed_tensor(part.contiguous(), storage, place)
     made = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
     made.__dict__.update({key: value for key, value in parameter.__dict__.items() if key not in made.__dict__})
+    _copy_hooks(parameter, made)
     return made
+
+
+def _copy_hooks(parameter: nn.Parameter, made: nn.Parameter) -> None:
+    """Register the hooks of a parameter's gradient on `made`, also of one that is frozen now."""
+    hooks = (*(parameter._backward_hooks or {}).values(),)
+    after = (*(getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values(),)
+    if hooks or after:
+        made.requires_grad_(True)
+        for hook in hooks:
+            made.register_hook(hook)  # type: ignore[no-untyped-call]
+        for hook in after:
+            made.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        made.requires_grad_(parameter.requires_grad)
 
 
 def distributed_tensor(part: torch.Tensor, storage: Storage, place: Place) -> DTensor:

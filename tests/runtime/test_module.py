@@ -554,3 +554,21 @@ def test_a_module_that_holds_a_sharded_one_is_not_wrapped_either(one_rank: Devic
         "of the global batch already; use it as it is (with accelerate, prepare optimizer and data alone; with Lightning, give "
         "Trainer(strategy=ModelParallelStrategy(...)); transformers.Trainer counts on a loss per process: write the loop)"
     )
+
+
+@pytest.mark.parametrize("now", [False, True])
+def test_hooks_of_gradients_run_on_the_copy(one_rank: DeviceMesh, now: bool) -> None:
+    torch.manual_seed(0)
+    model, seen = Tied().eval(), list[Tensor]()
+    model.embedding.weight.register_hook(lambda gradient: gradient * 3)
+    model.embedding.weight.register_post_accumulate_grad_hook(seen.append)
+    model.scale.requires_grad_(True).register_hook(lambda gradient: gradient * 2)
+    model.scale.requires_grad_(False)
+    sharded: Any = autoshard(model, one_rank, batch() if now else None, options=EAGER)
+    assert not sharded.scale.requires_grad
+    for one in (model, sharded):
+        one.scale.requires_grad_(True)
+        one(*batch())["loss"].backward()
+        assert seen.pop() is one.embedding.weight and not seen
+    for mine, given in ((sharded.embedding.weight, model.embedding.weight), (sharded.scale, model.scale)):
+        torch.testing.assert_close(mine.grad.full_tensor(), given.grad)
