@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from autoshard.compile.overlap import OverlapPhase
 from autoshard.dumps.graph_dump import GraphDump
 from autoshard.inspection.sharding_plan import ShardingPlan
 from autoshard.runtime.call_inputs import LocalInput
+from autoshard.runtime.calls.refused_modes import COMPILED
 from autoshard.runtime.gradient_scale import gradient_scale
 from autoshard.runtime.output_gradients import OutputGradients
 from autoshard.runtime.parameters import Place
@@ -309,7 +311,7 @@ class _Step(torch.autograd.Function):
         ctx.scales = scales
         count = len(execution.local.signature.inputs)
         results = execution.forward(tensors[:count], tensors[count:], seed)
-        ctx.execution, ctx.number = execution, number
+        ctx.execution, ctx.number, ctx.gradients = execution, number, _uncompiled_gradients()
         # Use DTensor's version counter: a write to a DTensor does not increment that of its local tensor.
         ctx.versions = [
             (name, tensor, tensor._version)
@@ -328,42 +330,54 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *tangents: torch.Tensor | None) -> Any:
-        if torch.is_grad_enabled():
+        return ctx.gradients(ctx, tangents)
+
+
+def _gradients(ctx: Any, tangents: Sequence[torch.Tensor | None]) -> Any:
+    """Return the gradients of what a call was given, as `_Step.backward` does."""
+    if torch.is_grad_enabled():
+        raise UserError(
+            "a sharded model has no second derivative: backward(create_graph=True) would silently leave it out; "
+            "compute what needs it on one device, or inside the model"
+        )
+    execution: Execution = ctx.execution
+    for name, parameter, version in ctx.versions:
+        if parameter._version != version:
             raise UserError(
-                "a sharded model has no second derivative: backward(create_graph=True) would silently leave it out; "
-                "compute what needs it on one device, or inside the model"
+                f"parameter {name!r} was changed in place between a forward and its backward, which needs it as "
+                "it was; call backward before optimizer.step()"
             )
-        execution: Execution = ctx.execution
-        for name, parameter, version in ctx.versions:
-            if parameter._version != version:
-                raise UserError(
-                    f"parameter {name!r} was changed in place between a forward and its backward, which needs it as "
-                    "it was; call backward before optimizer.step()"
-                )
-        try:
-            tensors = iter(ctx.saved_tensors)
-        except RuntimeError as error:
-            raise _changed_since(ctx.read_again, error) from None
-        saved = [next(tensors) if buffer is None else buffer for buffer in ctx.buffers]
-        del tensors
-        ctx.maybe_clear_saved_tensors()
-        if not keeps_graph():
-            del ctx.buffers
-        gradients = execution.backward(ctx.number, saved, tangents)
-        paths = [spec.path for spec in execution.local.signature.inputs]
-        names = [*(f"input:{path}" for path in paths), *execution.parameter_names]
-        scales = {f"input:{path}": scale for path, scale in ctx.scales.items() if scale != 1.0}
-        given = {number for number, tangent in enumerate(tangents) if tangent is not None}
-        found = []
-        for name, needed in zip(names, ctx.needs_input_grad[4:], strict=True):
-            number = execution.gradient_of.get(name)
-            if number is not None and given.isdisjoint(execution.gradient_outputs[name]):
-                number = None  # as autograd gives no gradient where none of its outputs is used
-            part = gradients[number] if needed and number is not None else None
-            if part is not None and name in execution.parameters:
-                part = execution.parameters[name].gradient(part)
-            found.append(part * scales[name] if part is not None and name in scales else part)
-        return None, None, None, None, *found
+    try:
+        tensors = iter(ctx.saved_tensors)
+    except RuntimeError as error:
+        raise _changed_since(ctx.read_again, error) from None
+    saved = [next(tensors) if buffer is None else buffer for buffer in ctx.buffers]
+    del tensors
+    ctx.maybe_clear_saved_tensors()
+    if not keeps_graph():
+        del ctx.buffers
+    gradients = execution.backward(ctx.number, saved, tangents)
+    paths = [spec.path for spec in execution.local.signature.inputs]
+    names = [*(f"input:{path}" for path in paths), *execution.parameter_names]
+    scales = {f"input:{path}": scale for path, scale in ctx.scales.items() if scale != 1.0}
+    given = {number for number, tangent in enumerate(tangents) if tangent is not None}
+    found = []
+    for name, needed in zip(names, ctx.needs_input_grad[4:], strict=True):
+        number = execution.gradient_of.get(name)
+        if number is not None and given.isdisjoint(execution.gradient_outputs[name]):
+            number = None  # as autograd gives no gradient where none of its outputs is used
+        part = gradients[number] if needed and number is not None else None
+        if part is not None and name in execution.parameters:
+            part = execution.parameters[name].gradient(part)
+        found.append(part * scales[name] if part is not None and name in scales else part)
+    return None, None, None, None, *found
+
+
+@functools.cache
+def _uncompiled_gradients() -> Callable[..., Any]:
+    """Return `_gradients` as dynamo leaves it alone: a function that is compiled may call `backward()`."""
+    disabled: Callable[..., Any] = torch.compiler.disable(_gradients, reason=COMPILED)  # type: ignore[no-untyped-call]
+    return disabled
 
 
 def _output_scale(node: Any, number: int) -> float | None:

@@ -216,8 +216,9 @@ def shard_module(
     stream = RandomStream((exchange(groups, origin_of(module))[0],))
     suspects = () if layouts is None else _suspects(module, copied, groups)
     kind = type(module)
-    eager = torch.compiler.disable(ShardedModule._autoshard_call, reason=COMPILED)  # type: ignore[no-untyped-call]
-    body = {"__module__": kind.__module__, "_autoshard_call": eager}
+    body: dict[str, Any] = {"__module__": kind.__module__}
+    for method in (ShardedModule._autoshard_call, ShardedModule.shard):  # both refer to tensors by identity
+        body[method.__name__] = torch.compiler.disable(method, reason=COMPILED)  # type: ignore[no-untyped-call]
     copied.__class__ = type(f"Sharded{kind.__name__}", (ShardedModule, kind), body)
     sharded = cast(ShardedModule, copied)
     state = sharded._autoshard = RuntimeState(

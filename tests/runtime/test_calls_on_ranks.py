@@ -611,3 +611,27 @@ def _limit_norms(rank: int) -> float:
     assert model.weight.to_local().shape == (4, 4)
     expected = one.weight * (0.5 / one.weight.norm(dim=1, keepdim=True)).clamp(max=1)
     return float((model.weight.full_tensor() - expected).abs().max())
+
+
+def _compile_the_step(rank: int) -> float:
+    torch.manual_seed(0)
+    one = torch.nn.Linear(4, 1).double()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model: Any = autoshard(one, mesh, options=Options(recipe="fsdp", compile="eager"))
+    x = torch.randn(4, 4, dtype=torch.float64)
+
+    def step() -> Tensor:
+        loss = model(*model.shard(x)).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    compiled = torch.compile(step, backend="eager")
+    for _ in range(2):
+        compiled()
+        one(x).square().mean().backward()
+    assert model.weight.grad is not None and one.weight.grad is not None
+    return float((model.weight.grad.full_tensor() - one.weight.grad).abs().max())
+
+
+def test_a_compiled_step_cuts_the_batch_and_runs_the_backward() -> None:
+    assert max(run_on_ranks(_compile_the_step, 2)) < 1e-12
