@@ -289,6 +289,12 @@ def test_a_recipe_that_is_like_none() -> None:
     )
 
 
+def test_two_recipes_on_one_axis() -> None:
+    assert message(planned, recipe={"dp": "fsdp+megatron"}) == (
+        "RecipeError: recipe 'fsdp+megatron' takes an axis for each of its names; give an axis one, such as {'dp': 'fsdp'}"
+    )
+
+
 def test_a_recipe_of_another_type() -> None:
     assert message(planned, recipe=3) == (
         "RecipeError: Options(recipe=3): give a name such as 'fsdp', or a recipe per axis: {'dp': 'fsdp'}"

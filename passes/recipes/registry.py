@@ -35,6 +35,8 @@ _OTHER_NAMES = {"auto": "'auto'", "none": "None", "zero3": "'fsdp'", "zero-3": "
 
 def recipe_named(name: str) -> Recipe:
     """Return the recipe of that name. Raises RecipeError if there is none."""
+    if "+" in name:
+        raise RecipeError(f"recipe {name!r} takes an axis for each of its names; give an axis one, such as {{'dp': 'fsdp'}}")
     if name not in _RECIPES:
         meant = {**{one: repr(one) for one in _RECIPES}, **_OTHER_NAMES}
         close = difflib.get_close_matches(name.lower(), meant, n=1)
