@@ -139,6 +139,17 @@ def test_a_bucket_for_a_dim_that_is_not_there(one_rank: DeviceMesh) -> None:
     )
 
 
+@pytest.mark.parametrize("fill", [1.5, float("nan"), 2**70])
+def test_a_bucket_whose_fill_is_no_such_integer(one_rank: DeviceMesh, fill: float) -> None:
+    _, sharded = sharded_of(one_rank, Options(recipe="fsdp", compile="eager", buckets={"tokens": Bucket(1, (8,), fill=fill)}))
+    with pytest.raises(InputError) as caught:
+        sharded(tokens(4, 5))
+    assert str(caught.value) == (
+        f"Options(buckets=...) fills tokens with {fill}, which int64[4, 5] cannot hold; give a whole number from "
+        "-9223372036854775808 to 9223372036854775807"
+    )
+
+
 @pytest.mark.parametrize("unknown", ["tokenz", "other*", "token.0"])
 def test_a_bucket_for_an_argument_that_is_not_there(one_rank: DeviceMesh, unknown: str) -> None:
     fine = {name: Bucket(1, (8,), fill=0) for name in ("tok*", "*.inside", "labels.0", "?abels")}

@@ -38,7 +38,8 @@ def check_buckets(buckets: Mapping[str, Bucket], model: nn.Module) -> None:
 def padded(call: Call, buckets: Mapping[str, Bucket]) -> Call:
     """Return the call with its tensors padded as `buckets` says, by path or glob; the last that matches counts.
 
-    DTensors are not padded, nor is what is larger than all sizes. Raises InputError for a tensor without the dim.
+    DTensors are not padded, nor is what is larger than all sizes. Raises InputError for a tensor without the dim,
+    and for one of integers that cannot hold the fill.
     """
     found: dict[str, Any] = {}
     for path, leaf in call.leaves.items() if buckets else ():
@@ -53,6 +54,13 @@ def _padded(path: str, tensor: torch.Tensor, bucket: Bucket) -> torch.Tensor:
         raise InputError(
             f"Options(buckets=...) pads dim {bucket.dim} of {path}, which is {format_leaf(tensor)}; give one of its dims"
         )
+    if not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool):
+        limits = torch.iinfo(tensor.dtype)
+        if not limits.min <= bucket.fill <= limits.max or bucket.fill != int(bucket.fill):  # NaN is not within them
+            raise InputError(
+                f"Options(buckets=...) fills {path} with {bucket.fill}, which {format_leaf(tensor)} cannot hold; give a whole "
+                f"number from {limits.min} to {limits.max}"
+            )
     dim = bucket.dim % tensor.dim()
     size = next((size for size in sorted(bucket.sizes) if size >= tensor.shape[dim]), tensor.shape[dim])
     missing = size - tensor.shape[dim]
