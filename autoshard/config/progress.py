@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +13,9 @@ from contextlib import contextmanager
 from passes.ir.units import format_seconds
 
 SHOWN_SECONDS = 0.1  # of a phase that a log names
+SLOW = 60.0  # seconds: most searches take less, and who waits longer asks whether the process hangs
+
+_log = logging.getLogger("autoshard.planner")
 
 Progress = Callable[[str], None]
 """Called with the name of each phase as it begins: "capture", "fold", "fsdp+megatron", "solve"."""
@@ -62,3 +67,24 @@ def _logged(title: str, name: str) -> Iterator[Progress]:
     phases = ", ".join(f"{phase} {format_seconds(one)}" for phase, one in seconds if one >= SHOWN_SECONDS)
     in_all = format_seconds(sum(one for _, one in seconds))
     print(f"{name} took {in_all}{f': {phases}' if phases else ''}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def told_if_slow(time_limit: float | None) -> Iterator[None]:
+    """Warn once if the search that the block makes takes over a minute without a limit, in seconds, on its time."""
+    timer = threading.Timer(SLOW, _tell)
+    timer.daemon = True
+    if time_limit is None:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _tell() -> None:
+    _log.warning(
+        "the search for a plan takes over %.0f seconds; Options(time_limit=...) bounds it, and a plan that was saved needs none: "
+        "plan(...).save(path), then autoshard(..., plan=path)",
+        SLOW,
+    )

@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass, replace
 
 from autoshard.config.axis_recipes import AUTO, recipes_of, rule_of_thumb
-from autoshard.config.progress import Progress, silent
+from autoshard.config.progress import Progress, silent, told_if_slow
 from autoshard.config.topology import hardware_of
 from autoshard.planner.candidates import AGAIN
 from autoshard.planner.earlier_plans import is_valid, replayed, unpredicted
@@ -77,7 +77,8 @@ def decide(problem: Problem, folded: Folded, effort: Effort, progress: Progress)
         return Decision(recipes, recomputation=_recomputation(problem, folded), remarks=(_not_searched(problem),))
     if (taken := _taken_over(problem, folded)) is not None:
         return taken
-    choice, problem, folded = best_of_variants(problem, folded, effort, progress)
+    with told_if_slow(options.time_limit):
+        choice, problem, folded = best_of_variants(problem, folded, effort, progress)
     for one in choice.search.candidates:
         time = "not simulated" if one.cost is None else format_seconds(one.cost.step_time)
         _log.info("candidate %s: %s%s", one.name, time, f" ({one.note})" if one.note else "")

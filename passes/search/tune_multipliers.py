@@ -57,7 +57,7 @@ def tune(state: SearchState) -> None:
     under the best multipliers are solved for.
     """
     best = state.dual_bound, state.relaxation.multipliers
-    level, restriction, idle, last = 0, _near_bound(state, 0), 0, 0.0
+    level, restriction, idle, last, before_level = 0, _near_bound(state, 0), 0, 0.0, float("inf")
     if state.warm_start is not None:
         restriction = restriction.joined(state.warm_start.restriction)
     for _ in range(ROUNDS if state.warm_start is None else ROUNDS_AGAIN):
@@ -70,14 +70,14 @@ def tune(state: SearchState) -> None:
         last = state.dual_bound
         if last > best[0]:
             best = last, state.relaxation.multipliers
-        if state.is_done:
+        if state.is_done or (level and seconds >= before_level * (1 - GAIN)):
             break
         before, restriction = restriction.size, restriction.joined(_near_bound(state, level))
         if idle == PATIENCE or (idle and restriction.size == before):  # the same program has the same duals
             level += 1
             if seconds <= best[0] * (1 + max(FAR, state.goal.gap / 2)) or level == len(NEAR):
                 break
-            idle, restriction = 0, restriction.joined(_near_bound(state, level))
+            idle, restriction, before_level = 0, restriction.joined(_near_bound(state, level)), seconds
         if restriction.size > PROVABLE:
             break
     if state.relaxation.multipliers is not best[1]:

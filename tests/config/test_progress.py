@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard import Mesh, Options, autoshard, plan
+from autoshard.config import progress
 from autoshard.config.progress import shown
 
 
@@ -79,3 +80,18 @@ def test_a_model_without_arguments_on_a_terminal(
         autoshard(nn.Linear(4, 4), one_rank, options=Options(recipe="fsdp", compile="eager"))
         said = "Linear on dp=1: captured, planned and compiled at its first call; with args=..., now\n"
         assert capsys.readouterr().err == (said if terminal else "")
+
+
+TOLD = (
+    "the search for a plan takes over 0 seconds; Options(time_limit=...) bounds it, and a plan that was saved needs none: "
+    "plan(...).save(path), then autoshard(..., plan=path)"
+)
+
+
+@pytest.mark.parametrize(("slow", "time_limit", "told"), [(0.001, None, [TOLD]), (0.001, 5.0, []), (60.0, None, [])])
+def test_a_progress_says_what_bounds_it(
+    slow: float, time_limit: float | None, told: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(progress, "SLOW", slow)
+    plan(nn.Linear(8, 8), Mesh("dp=2", hardware="h100"), (torch.randn(8, 8),), options=Options(time_limit=time_limit))
+    assert [record.getMessage() for record in caplog.records if record.name == "autoshard.planner"] == told
