@@ -185,6 +185,21 @@ def test_a_plan_for_another_mesh(one_rank: DeviceMesh) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        Options(recipe="fsdp+megatron"),
+        Options(recipe={"dp": "fsdp", "tp": "megatron"}),
+        Options(recipe=None, params={"up.weight": {"tp": "S(0)"}}),
+    ],
+)
+def test_a_plan_for_another_mesh_on_which_its_options_do_not_work(one_rank: DeviceMesh, options: Options) -> None:
+    made = plan(Tiny(), "dp=2,tp=2", (torch.randn(4, 6),), options=options)
+    assert message(autoshard, Tiny(), one_rank, plan=made) == (
+        "PlanError: the plan does not fit: the mesh is dp=1, the plan's dp=2,tp=2. Make a plan for this mesh"
+    )
+
+
 def test_what_is_no_plan(one_rank: DeviceMesh) -> None:
     assert message(autoshard, Tiny(), one_rank, plan=3) == (
         "PlanError: plan=3: give a ShardingPlan, or the path of a file that one was saved to"

@@ -41,10 +41,10 @@ class ProgramPlanner:
     """
 
     def __init__(self, device: str, mesh: Mesh, options: Options, given: ShardingPlan | None) -> None:
-        check_options(options, mesh)
         if given is not None:
-            check_asked(given, mesh, options)
-        elif options.recipe == AUTO:
+            check_asked(given, mesh, options)  # first: options of a plan for another mesh need not work on this one
+        check_options(options, mesh)
+        if given is None and options.recipe == AUTO:
             batch_axes_of(options, mesh)  # raise now rather than at the first call
         self.device, self.mesh, self.options, self.given = device, mesh, options, given
         self.awaits = given is not None  # `given` has not been compiled yet
