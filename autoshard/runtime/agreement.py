@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 
 from autoshard.runtime.calls.arguments import SHOWN, joined
 from autoshard.runtime.process_groups import MeshGroups
-from passes._torch import OpOverload
+from passes._torch import OpOverload, during_timeout
 from passes.errors import AutoshardError, DistributedError, InputError
 from passes.ir.graph import operands, tensor_of, transfer_of
 from passes.ir.layout import Layout, Shard
@@ -31,6 +31,8 @@ T = TypeVar("T")
 # a block of the sum, in 8-byte words.
 HASHED_BYTES_MAX = 1 << 20
 
+# Seconds that ranks wait for one that plans or compiles: more than either takes. One that dies breaks the connection.
+WORK = 24 * 3600.0
 FEW = 16  # integers that ranks may give alike by chance, as labels of a few samples
 FEW_ROWS = 4  # unlike rows of integers, of which fewer are often alike by chance, as masks of two padded samples
 
@@ -100,8 +102,15 @@ def together(groups: MeshGroups, stage: str, attempt: Callable[[], T]) -> T:
     """Return `attempt()` of this rank, after all ranks have made theirs.
 
     If it failed here, its own error is raised; if it failed only elsewhere, a DistributedError that names the rank and
-    its message. `stage` says what was attempted, as in "compiling".
+    its message. `stage` says what was attempted, as in "compiling"; the others wait for it as long as it takes.
     """
+    if groups.mesh.size == 1:
+        return groups.watch.working(stage, attempt)
+    with during_timeout([groups.control], WORK):
+        return _together(groups, stage, attempt)
+
+
+def _together(groups: MeshGroups, stage: str, attempt: Callable[[], T]) -> T:
     failure: Exception | None = None
     result: list[T] = []
     try:

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoshard import DistributedError, Options, ShardedModule, UserError, autoshard
+from autoshard.runtime import build
 from autoshard.runtime.execution import Execution
 from autoshard.runtime.watch.connection_errors import is_connection_error
 from autoshard.runtime.watch.rank_status import Status, describe, describe_ranks, late_ranks, ranks_text, stopped_ranks
@@ -275,6 +277,29 @@ def test_a_distributed_error_is_no_bad_input_and_is_told_once() -> None:
     error = DistributedError("saving failed on rank 1: Broken pipe")
     assert isinstance(error, RuntimeError) and not isinstance(error, ValueError)  # nor is it caught with bad samples
     assert not is_connection_error(error) and is_connection_error(RuntimeError("Broken pipe"))
+
+
+def _compile_slowly(rank: int) -> list[int]:
+    seconds = 2.0
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=seconds))
+    assert isinstance(group, dist.ProcessGroup)
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",))
+    module: Any = build
+    compiles = module.compile_split
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        if rank == 0:
+            idle(2 * seconds)
+        return compiles(*args, **kwargs)
+
+    module.compile_split = slow
+    model, args = sharded(mesh, Options(recipe="fsdp", compile="eager", hardware=None))
+    model(*args).sum().backward()
+    return list(model.up.weight.grad.shape)
+
+
+def test_ranks_wait_as_long_as_one_compiles() -> None:
+    assert run_on_ranks(_compile_slowly, 2) == [[6, 4], [6, 4]]
 
 
 def test_a_timeout_is_more_than_nothing() -> None:
