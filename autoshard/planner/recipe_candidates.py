@@ -97,8 +97,8 @@ def _enter_variants(
 
 
 def _enter_replicated(task: SearchTask, standings: Standings, solved: Solved, progress: Progress) -> None:
-    """Enter the plan in which each device computes everything, if it is the fastest: as where a message takes longer than all
-    kernels.
+    """Enter the plan in which each device computes everything, if it is the fastest, as where kernels take no longer than their
+    launches.
     """
     problem, recipes, source = task.problem, task.no_recipes, solved.source
     if source is None or task.left <= 0 or source.replicated_bound >= standings.worst_time:

@@ -33,6 +33,7 @@ HASHED_BYTES_MAX = 1 << 20
 
 # Seconds that ranks wait for one that plans or compiles: more than either takes. One that dies breaks the connection.
 WORK = 24 * 3600.0
+
 FEW = 16  # integers that ranks may give alike by chance, as labels of a few samples
 FEW_ROWS = 4  # unlike rows of integers, of which fewer are often alike by chance, as masks of two padded samples
 
