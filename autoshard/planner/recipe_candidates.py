@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from torch.fx import GraphModule
@@ -28,7 +27,6 @@ from passes.recipes import registered_recipes
 from passes.recipes.context_parallel import CONTEXT, CONTEXT_AXES
 
 QUICKLY = "a quick answer: not simulated; plan.replan(..., prove=True) does"
-REPLICATED = "replicated"
 STORED = "a later call, whose parameters are laid out already: not simulated"
 _Rank = tuple[float, ...]  # simulated recipes are before others, then by fit and step, or by a bound of the step
 
@@ -48,7 +46,6 @@ def try_recipes(task: SearchTask, standings: Standings, solved: Solved, progress
             ranks[recipes] = rank
     if not is_needed:
         _enter_variants(task, standings, experts, ranks, progress)
-        _enter_replicated(task, standings, solved, progress)
 
 
 def decline_recipes(standings: Standings, note: str) -> None:
@@ -94,22 +91,6 @@ def _enter_variants(
         return
     for variant in apart(problem, task.folded, fastest, tuple(variants_of(fastest, mesh)))[1:]:
         _enter(task, standings, experts, format_recipes(variant), variant, progress)
-
-
-def _enter_replicated(task: SearchTask, standings: Standings, solved: Solved, progress: Progress) -> None:
-    """Enter the plan in which each device computes everything, if it is the fastest, as where kernels take no longer than their
-    launches.
-    """
-    problem, recipes, source = task.problem, task.no_recipes, solved.source
-    if source is None or task.left <= 0 or source.replicated_bound >= standings.worst_time:
-        return
-    if not is_padded_alike(problem, task.folded, recipes):
-        return
-    progress(REPLICATED)
-    with standings.attempt(REPLICATED), suppress(SlowerError):
-        evaluation = task.evaluate(recipes, worst=standings.worst_time)
-        if task.fits(evaluation) and evaluation.cost.step_time < standings.best_time:
-            standings.enter(REPLICATED, evaluation)
 
 
 def _is_answered(standings: Standings, solved: Solved) -> bool:

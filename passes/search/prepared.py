@@ -13,7 +13,7 @@ from passes.ir.mesh import Mesh
 from passes.search.goal import Goal
 from passes.search.model.axis_groups import AxisGroups, single_axes
 from passes.search.model.factor_graph import FactorGraph
-from passes.search.model.kernels_bound import kernels_bound, replicated_bound
+from passes.search.model.kernels_bound import kernels_bound
 from passes.search.model.memory_budget import MemoryBudget, RecomputationCurve
 from passes.search.model.node_costs import NodeCosts
 from passes.search.model.skeleton import Skeleton, with_costs
@@ -91,11 +91,6 @@ class Prepared:
     def kernels_bound(self) -> float:
         """Return a lower bound, in seconds, of the simulated step of every plan."""
         return kernels_bound(self.structure, self.node_costs)
-
-    @cached_property
-    def replicated_bound(self) -> float:
-        """Return a lower bound, in seconds, of the simulated step where each device computes everything."""
-        return replicated_bound(self.structure, self.node_costs)
 
     @cached_property
     def recomputation(self) -> RecomputationCurve:
