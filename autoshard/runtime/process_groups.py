@@ -106,7 +106,7 @@ def add_groups(groups: MeshGroups, axes: Iterable[tuple[str, ...]]) -> MeshGroup
         name = groups.mesh.group_name(subset)
         group = registered_group(name)
         if group is None:
-            group = _group(groups.device_mesh, groups.mesh, subset, group_timeout(groups.control))
+            group = _group(groups.device_mesh, groups.mesh, subset, group_timeout(groups.device_mesh.get_group(0)))
             register_group(name, group)
             names.append(name)
         groups.watch.cover(group)

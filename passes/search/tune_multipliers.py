@@ -52,13 +52,12 @@ def tune(state: SearchState) -> None:
     """Tune the multipliers to raise the bound, then solve the program of all strategies that were near it.
 
     The multipliers are the duals of the linear program of the strategies near the bound. Strategies near the bound
-    under those join the program, and so on. A linear program whose step is far from the bound may lack strategies: those
-    further from the bound join it, and still further ones if its step got shorter. Where a program gets too large for
-    HiGHS, the tuning ends, and only strategies near the bound under the best multipliers are solved for.
+    under those join the program, and so on. A linear program whose step is far from the bound lacks strategies: those
+    further from the bound join it. Where a program gets too large for HiGHS, the tuning ends, and only strategies near the bound
+    under the best multipliers are solved for.
     """
     best = state.dual_bound, state.relaxation.multipliers
     level, restriction, idle, last = 0, _near_bound(state, 0), 0, 0.0
-    nearer = float("inf")  # seconds of the linear program of strategies that are nearer to the bound, by one level
     if state.warm_start is not None:
         restriction = restriction.joined(state.warm_start.restriction)
     for _ in range(ROUNDS if state.warm_start is None else ROUNDS_AGAIN):
@@ -71,14 +70,14 @@ def tune(state: SearchState) -> None:
         last = state.dual_bound
         if last > best[0]:
             best = last, state.relaxation.multipliers
-        if state.is_done or (level and seconds >= nearer * (1 - GAIN)):
+        if state.is_done:
             break
         before, restriction = restriction.size, restriction.joined(_near_bound(state, level))
         if idle == PATIENCE or (idle and restriction.size == before):  # the same program has the same duals
             level += 1
             if seconds <= best[0] * (1 + max(FAR, state.goal.gap / 2)) or level == len(NEAR):
                 break
-            idle, restriction, nearer = 0, restriction.joined(_near_bound(state, level)), seconds
+            idle, restriction = 0, restriction.joined(_near_bound(state, level))
         if restriction.size > PROVABLE:
             break
     if state.relaxation.multipliers is not best[1]:

@@ -89,7 +89,7 @@ TOLD = (
 
 
 @pytest.mark.parametrize(("slow", "time_limit", "told"), [(0.001, None, [TOLD]), (0.001, 5.0, []), (60.0, None, [])])
-def test_a_progress_says_what_bounds_it(
+def test_a_slow_search_says_what_bounds_it(
     slow: float, time_limit: float | None, told: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(progress, "SLOW", slow)

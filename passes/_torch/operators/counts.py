@@ -13,7 +13,7 @@ def bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -
         return counts
     if input.dim() != 1 or input.is_floating_point() or (weights is not None and weights.shape != input.shape):
         raise ValueError("bincount takes a row of integers, and as many weights")
-    if weights is not None and weights.requires_grad and torch.is_grad_enabled():
+    if weights is not None and weights.requires_grad and torch.is_grad_enabled():  # torch raises the same error
         raise NotImplementedError("torch does not differentiate bincount: use zeros(length).scatter_add(0, x, weights)")
     if weights is None:
         ones = torch.ones_like(input, dtype=torch.int64)
