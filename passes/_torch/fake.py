@@ -15,7 +15,7 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.compiler import _compile_session_context
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, statically_known_true
 
 from passes._torch.patches import replaced
 
@@ -124,3 +124,8 @@ def memory_of(tensor: torch.Tensor) -> int:
 
 def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     return memory_of(one) == memory_of(other)
+
+
+def is_known(condition: bool | torch.SymBool) -> bool:
+    """Return whether a condition on sizes holds whatever they turn out to be, by what is known of them."""
+    return bool(statically_known_true(condition))

@@ -404,6 +404,16 @@ def test_rows_that_make_no_equal_groups_are_nan(check_sizes: bool, one_rank: Dev
         assert found.isnan().all() if fails else torch.allclose(found, last_of_groups(model, model.scores(x), y))
 
 
+def test_a_check_that_allows_groups_of_two_sizes_is_refused() -> None:
+    def last(model: Any, scores: Tensor, y: Tensor) -> Tensor:
+        torch._check(torch.unique_consecutive((y > 2).sum(1)).numel() <= 2)
+        return last_of_groups(model, scores, y)
+
+    rows = torch.arange(SEQUENCE).expand(BATCH, -1)
+    with pytest.raises(CaptureError, match="makes a tensor whose shape depends on values"):
+        check_capture(Selects(last).double(), batch("some")[0], (rows < 2).long() * 3)
+
+
 def test_groups_of_integers_are_refused() -> None:
     def last(model: Any, scores: Tensor, y: Tensor) -> Tensor:
         return scores.sum() * y.unsqueeze(-1)[y > 2].view(BATCH, -1, 1)[:, -1].sum()

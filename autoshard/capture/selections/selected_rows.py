@@ -24,7 +24,7 @@ from autoshard.capture.selections.row_losses import class_loss, pair_loss
 from autoshard.capture.selections.row_rules import RowCall, read_groups, read_rows
 from autoshard.capture.selections.rows import Groups, Parts, Rows, clean, known_dim
 from autoshard.capture.selections.selections import Refused, Selection, Selections, Writer, require, selecting_index
-from passes._torch import CTC_LOSS, MASKED_SELECT
+from passes._torch import CTC_LOSS, MASKED_SELECT, is_known
 from passes.errors import CaptureError
 
 aten = torch.ops.aten
@@ -97,6 +97,7 @@ class _KeepsRows:
                 continue
             old.append(node)
             if not reads and not node.users and node.target is torch.unique_consecutive:  # which a check read
+                require(is_known(node.meta["example_value"].shape[0] <= 1))  # some checks allow several values
                 self.alike += [one for one in node.all_input_nodes if one is node.args[0]]
                 continue
             result = self._read(node) if reads else self._selected(node)
