@@ -43,7 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command, given as words (by default the process's arguments), and return its exit code."""
     try:
         words = sys.argv[1:] if arguments is None else arguments
-        given = _parser(next(iter(words), "")).parse_args(words)
+        command = next(iter(words), "")
+        given, unknown = _parser(command).parse_known_args(words)
+        if unknown:  # argparse would point to the help of all commands
+            raise UserError(f"unrecognized arguments: {' '.join(unknown)}; see `python -m autoshard {command} --help`")
         return DONE if given.run(given) is not False else DIFFERENT
     except UserError as error:
         print(f"autoshard: {with_flags(str(error))}", file=sys.stderr)

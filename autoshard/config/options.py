@@ -97,14 +97,15 @@ class Bucket:
     is another mean."""
 
     def __post_init__(self) -> None:
-        check_kind("Bucket", "dim", self.dim, int, "a dim, such as 1")
-        if not isinstance(self.sizes, tuple) or not self.sizes or not all(_is_size(size) for size in self.sizes):
+        if not _is_whole(self.dim):
+            raise UserError(f"Bucket(dim={shown(self.dim)}): give a dim, such as 1")
+        if not isinstance(self.sizes, tuple) or not self.sizes or not all(_is_whole(size) and size > 0 for size in self.sizes):
             raise UserError(f"Bucket(sizes={shown(self.sizes)}): give sizes above 0 in a tuple, such as (128, 256)")
         check_kind("Bucket", "fill", self.fill, (bool, int, float), "the number that padding has, such as -100")
 
 
-def _is_size(size: object) -> bool:
-    return isinstance(size, int) and not isinstance(size, bool) and size > 0
+def _is_whole(number: object) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool)
 
 
 @dataclass(frozen=True, kw_only=True)

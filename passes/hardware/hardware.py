@@ -184,7 +184,7 @@ def _parse(found: Mapping[str, Any], where: str) -> Hardware:
         node_size=entries.count("node_size"),
         inside=_parse_link(entries.inside("inside")),
         across=_parse_link(entries.inside("across")),
-        efficiency=entries.figure("efficiency"),
+        efficiency=entries.part("efficiency"),
         attention=entries.figure("attention"),
         tile=entries.count("tile"),
         units=entries.count("units"),
@@ -261,6 +261,13 @@ class _Entries:
         if not _is_number(value) or value < 0 or (value == 0 and not or_zero):
             least = "of 0 or more" if or_zero else "above 0"
             raise UserError(f"{self.where}: {self._shown(name)}; give a finite number {least}, or calibrate anew")
+        return float(value)
+
+    def part(self, name: str) -> float:
+        """Return a number above 0, up to 1."""
+        value = self._get(name)
+        if not _is_number(value) or not 0 < value <= 1:
+            raise UserError(f"{self.where}: {self._shown(name)}; give a number above 0, up to 1, or calibrate anew")
         return float(value)
 
     def count(self, name: str) -> int:

@@ -245,6 +245,10 @@ def test_no_recipe_on_any_axis(capsys: pytest.CaptureFixture[str]) -> None:
             "--memory-limit 0GB: give bytes above 0, or text such as '60GB' or '60GiB'",
         ),
         (
+            "plan model.py:small --mesh dp=2 --dump out",
+            "unrecognized arguments: --dump out; see `python -m autoshard plan --help`",
+        ),
+        (
             "calibrate --quick -o none/this.json",
             "there is no folder 'none' to save none/this.json in; make it, or give another path",
         ),

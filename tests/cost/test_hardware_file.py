@@ -19,6 +19,7 @@ FIELDS = (
 POSITIVE = "; give a finite number above 0, or calibrate anew"
 NOT_NEGATIVE = "; give a finite number of 0 or more, or calibrate anew"
 WHOLE = "; give a whole number above 0, or calibrate anew"
+PART = "; give a number above 0, up to 1, or calibrate anew"
 
 
 def entries() -> dict[str, Any]:
@@ -51,7 +52,8 @@ def test_a_damaged_file(text: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("field", "advice"),
     [
-        *((name, POSITIVE) for name in ("memory_bandwidth", "efficiency", "attention")),
+        *((name, POSITIVE) for name in ("memory_bandwidth", "attention")),
+        ("efficiency", PART),
         *((name, NOT_NEGATIVE) for name in ("launch", "spread", "contention", "link_contention")),
         *((name, WHOLE) for name in ("memory_bytes", "node_size", "tile", "units")),
     ],
@@ -88,6 +90,7 @@ def test_a_link_that_cannot_be(field: str, value: Any, message: str) -> None:
     ("field", "value", "message"),
     [
         ("memory_bytes", 80.5, f"m: memory_bytes is 80.5{WHOLE}"),
+        ("efficiency", 1.5, f"m: efficiency is 1.5{PART}"),
         ("flops", {"bf16": -1}, f"m: flops.bf16 is -1{POSITIVE}"),
         ("flops", {"bf16": 1e12}, "m lacks 'flops.f32', the rate of every dtype without one of its own; calibrate anew"),
         ("flops", 1e12, "m: flops is 1000000000000.0; give an object: {...}"),

@@ -167,6 +167,8 @@ def test_a_bucket_for_an_argument_that_is_not_there(one_rank: DeviceMesh, unknow
     [
         (lambda: Bucket(1, (), fill=0), "Bucket(sizes=()): give sizes above 0 in a tuple, such as (128, 256)"),
         (lambda: Bucket("1", (8,), fill=0), "Bucket(dim='1'): give a dim, such as 1"),
+        (lambda: Bucket(True, (8,), fill=0), "Bucket(dim=True): give a dim, such as 1"),
+        (lambda: Bucket(1, (True,), fill=0), "Bucket(sizes=(True,)): give sizes above 0 in a tuple, such as (128, 256)"),
         (lambda: Bucket(1, (8,), fill=None), "Bucket(fill=None): give the number that padding has, such as -100"),
         (
             lambda: Options(buckets={"tokens": (64, 128)}),  # type: ignore[dict-item]
