@@ -23,7 +23,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoshard import MemoryLimitError, Mesh, Options
@@ -57,7 +58,7 @@ from passes.search.model import (
 from passes.search.model.axis_groups import single_axes
 from passes.search.model.transitions import Transitions
 from passes.search.prepared import Prepared
-from passes.search.solvers import mip, mip_columns
+from passes.search.solvers import highs, mip, mip_columns
 from passes.search.solvers.transition_factors import TransitionFactor
 
 Build = Callable[..., tuple[nn.Module, tuple[Any, ...]]]
@@ -74,12 +75,32 @@ class Case:
     memory: float | None = None
 
 
+class _OfLaunches(nn.Module):
+    """A language model whose kernels take less time than their launches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(64, 16), nn.LayerNorm(16)
+        self.up, self.down, self.head = nn.Linear(16, 32), nn.Linear(32, 16), nn.Linear(16, 64)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        x = x + self.down(torch.relu(self.up(self.norm(x))))
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def of_launches() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    """Return a model of nine parameters and a batch of 8 x 16 tokens."""
+    return _OfLaunches(), (torch.zeros(8, 16, dtype=torch.long),) * 2
+
+
 def small_llama(batch: int, seq: int) -> llama.Case:
     """Return a decoder of four layers whose kernels take about as long as their launches."""
     return llama.step_of(llama.Config(layers=4, dim=512, heads=8, kv_heads=4, hidden=1408, vocab=4096), batch, seq)
 
 
 CASES = {
+    "launches": Case(of_launches, "dp=2,tp=2", "h100", {}, 0.9),
     "tiny": Case(small_llama, "dp=2,tp=2", "h100", {"batch": 8, "seq": 256}),
     "wide": Case(small_llama, "dp=16,tp=8", "h100", {"batch": 256, "seq": 1024}),
     "small memory": Case(small_llama, "dp=4,tp=2", "a100", {"batch": 64, "seq": 1024}, 0.6),
@@ -181,6 +202,10 @@ HEURISTICS = {
     "program of bytes alone": Heuristic(((optimize, "_fit", lambda _: True),), (optimize._fit, mip.Formulation.fit)),
     "widened in steps": Heuristic(((optimize, "WIDENINGS", optimize.WIDENINGS[-1:]),)),
     "widened at all": Heuristic(((optimize, "_widen", lambda _: None),), (optimize._widen, optimize._solve_below)),
+    "large programs of small savings left out": Heuristic(
+        ((Goal, "is_worthwhile", lambda *_: True),), (Goal.is_worthwhile, optimize._is_worthwhile)
+    ),
+    "programs solved without presolve": Heuristic(((highs, "PRESOLVE", "choose"),)),
     "users share a transition's cost": Heuristic(
         ((TransitionFactor, "share", lambda _: None),), (TransitionFactor.share,)
     ),
@@ -241,8 +266,8 @@ class Result:
     def over(self, usual: Result) -> Result:
         """Return step, objective and seconds as parts of the usual ones, and what is added to the gap."""
         parts = (
-            self.step / usual.step,
-            self.objective / usual.objective,
+            1.0 if self.step == usual.step else self.step / usual.step,  # both infinite where neither found a plan
+            1.0 if self.objective == usual.objective else self.objective / usual.objective,
             self.gap - usual.gap,
             self.seconds / usual.seconds,
         )
@@ -321,10 +346,11 @@ def _alone(name: str, case: Case) -> dict[str, Callable[[], Result]]:
     """Return searches of a case in all memory, in 80 % of what that takes, and in half of it with recomputation."""
     problem = _problem(case)
     folded = fold(problem)
-    nbytes = solved(problem, folded, Goal()).peak
-    less, least = (Goal(memory_limit=part * nbytes) for part in (0.8, 0.5))
+    ample = Goal(steps=solver_candidate.STEPS)
+    nbytes = solved(problem, folded, ample).peak
+    less, least = (replace(ample, memory_limit=part * nbytes) for part in (0.8, 0.5))
     return {
-        f"{name}, all memory": partial(solved, problem, folded, Goal()),
+        f"{name}, all memory": partial(solved, problem, folded, ample),
         f"{name}, 80 %": partial(solved, problem, folded, less),
         f"{name}, 50 % with recomputation": partial(solved, problem, folded, least, recomputes=True),
     }

@@ -6,10 +6,14 @@ from dataclasses import dataclass
 
 from passes.search.model.memory_budget import MemoryBudget, RecomputationCurve
 
+SECONDS_OF_TRANSITION = 1e-4  # for each transition of a large program, HiGHS takes at least as long
+
 
 @dataclass(frozen=True)
 class Goal:
     """The goal of a search. Bytes per device; seconds. The first plan may take longer than the time limit.
+
+    A large program is not solved where it cannot save as much time in so many `steps` as it takes; by default, all are.
 
     `keep_gathered` says whether gathered parameters stay for the backward; None: the search decides for each. Bytes
     over the limit can be recomputed at the cost of `recomputation`. Where all plans are proven to take `cutoff` seconds or more,
@@ -22,8 +26,13 @@ class Goal:
     keep_gathered: bool | None = None
     recomputation: RecomputationCurve = ()
     cutoff: float = float("inf")
+    steps: float = float("inf")
 
     @property
     def budget(self) -> MemoryBudget | None:
         """Return the memory limit with what can be recomputed; None without a limit."""
         return None if self.memory_limit is None else MemoryBudget(self.memory_limit, self.recomputation)
+
+    def is_worthwhile(self, seconds: float, transitions: int) -> bool:
+        """Return whether to save so many seconds of a step is worth the time for a program of so many transitions."""
+        return seconds * self.steps >= SECONDS_OF_TRANSITION * transitions

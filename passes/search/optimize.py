@@ -22,7 +22,7 @@ from passes.search.model.unit_costs import UnitCosts
 from passes.search.search_state import SearchState
 from passes.search.solvers.evaluate import Assignment
 from passes.search.solvers.restriction import remaining
-from passes.search.tune_multipliers import PROVABLE, fit_memory, tune
+from passes.search.tune_multipliers import LARGE, PROVABLE, fit_memory, tune
 
 WIDENINGS = (0.01, 0.05, 0.2, 1.0, 5.0, 100.0)  # of the bound: how far over it assignments are searched; the last is all
 # Transitions of a program that is solved even if nothing fits yet. One with 260,000 columns took HiGHS 12 s; the next, with
@@ -86,8 +86,8 @@ def _fit(state: SearchState) -> bool:
 
 
 def _solve_below(state: SearchState, threshold: float) -> bool:
-    """Search all assignments shorter than `threshold`, the cutoff and the incumbent; return False if they are too many, or if
-    HiGHS neither found one nor ruled them out."""
+    """Search all assignments shorter than `threshold`, the cutoff and the incumbent; return False if they are too many for what
+    they can save, or if HiGHS neither found one nor ruled them out."""
     bounds = state.bounds
     threshold = min(threshold, state.goal.cutoff)
     if bounds.incumbent is not None:
@@ -96,7 +96,7 @@ def _solve_below(state: SearchState, threshold: float) -> bool:
     if restriction.is_possible:
         if restriction.size > (LARGEST if bounds.incumbent is None else PROVABLE):
             return False
-        if bounds.incumbent is not None and state.clock.is_late:
+        if bounds.incumbent is not None and (state.clock.is_late or not _is_worthwhile(state, restriction.size)):
             return False
         assignment, bound = state.formulation(restriction).solve(state.goal.gap / 2, state.clock.for_program)
         state.offer_solved(assignment)
@@ -104,6 +104,12 @@ def _solve_below(state: SearchState, threshold: float) -> bool:
         return assignment is not None or bound == float("inf")
     bounds.raise_lower(threshold)
     return True
+
+
+def _is_worthwhile(state: SearchState, size: int) -> bool:
+    """Return whether a program of so many transitions is small, or may save more than it takes."""
+    best = state.bounds.incumbent
+    return best is None or size <= LARGE or state.goal.is_worthwhile(best.objective - state.bounds.lower, size)
 
 
 def _too_small(state: SearchState) -> MemoryLimitError:

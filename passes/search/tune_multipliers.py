@@ -75,7 +75,10 @@ def tune(state: SearchState) -> None:
         before, restriction = restriction.size, restriction.joined(_near_bound(state, level))
         if idle == PATIENCE or (idle and restriction.size == before):  # the same program has the same duals
             level += 1
-            if seconds <= best[0] * (1 + max(FAR, state.goal.gap / 2)) or level == len(NEAR):
+            lacked = seconds - best[0]
+            if lacked <= max(FAR, state.goal.gap / 2) * best[0] or level == len(NEAR):
+                break
+            if not state.goal.is_worthwhile(lacked, restriction.size):
                 break
             idle, restriction = 0, restriction.joined(_near_bound(state, level))
         if restriction.size > PROVABLE:

@@ -13,7 +13,7 @@ import passes.rules  # registers the rules
 from passes.errors import MemoryLimitError
 from passes.ir.mesh import Mesh
 from passes.ir.text import parse_graph
-from passes.search import optimize
+from passes.search import optimize, tune_multipliers
 from passes.search.goal import Goal
 from passes.search.model.transitions import Transitions
 from passes.search.optimize import solve
@@ -155,6 +155,42 @@ def test_where_nothing_fits_yet_no_program_is_huge(monkeypatch: pytest.MonkeyPat
         with pytest.raises(MemoryLimitError):
             solve(factor_graph, unit_costs, goal)
         assert len(solved) == programs
+
+
+@pytest.mark.parametrize(("large", "steps", "is_left_out"), [(0, math.inf, False), (0, 1.0, True), (10**9, 1.0, False)])
+def test_large_programs_that_save_less_than_they_take_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, large: int, steps: float, *, is_left_out: bool
+) -> None:
+    factor_graph, unit_costs = problem_of(random_graph(22, "dp=4"))
+    monkeypatch.setattr(optimize, "LARGE", large)
+    solved: list[Formulation] = []
+    solve_program = Formulation.solve
+
+    def counted(self: Formulation, *given: Any, **more: Any) -> Any:
+        solved.append(self)
+        return solve_program(self, *given, **more)
+
+    monkeypatch.setattr(Formulation, "solve", counted)
+    solve(factor_graph, unit_costs, Goal(gap=0.0, steps=steps))
+    assert (len(solved) == 1) == is_left_out  # that of tuning
+
+
+@pytest.mark.parametrize(("steps", "levels"), [(math.inf, {0, 1, 2}), (1.0, {0})])
+def test_strategies_join_a_program_only_where_they_may_save_what_it_takes(
+    monkeypatch: pytest.MonkeyPatch, steps: float, levels: set[int]
+) -> None:
+    factor_graph, unit_costs = problem_of(random_graph(22, "dp=4"))
+    joined = set[int]()
+    near_bound = tune_multipliers._near_bound
+
+    def counted(state: SearchState, level: int) -> Any:
+        joined.add(level)
+        return near_bound(state, level)
+
+    monkeypatch.setattr(tune_multipliers, "FAR", 0.0)
+    monkeypatch.setattr(tune_multipliers, "_near_bound", counted)
+    solve(factor_graph, unit_costs, Goal(gap=0.0, steps=steps))
+    assert joined == levels
 
 
 @pytest.mark.slow
