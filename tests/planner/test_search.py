@@ -447,10 +447,16 @@ def test_a_candidate_that_fails_is_left_out_and_the_rest_goes_on(monkeypatch: py
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "name", "exactly"), [("dp=2,tp=2", "hsdp", False), ("dp=4,tp=2", "fsdp", True)])
-def test_a_candidate_that_may_be_faster_by_name_says_so(mesh: str, name: str, *, exactly: bool) -> None:
+@pytest.mark.parametrize(
+    ("mesh", "kv_heads", "hidden", "name", "exactly"),
+    [("dp=2,tp=2", 2, 1408, "hsdp", False), ("dp=4,tp=2", 8, 1536, "fsdp", True)],
+)
+def test_a_candidate_that_may_be_faster_by_name_says_so(
+    mesh: str, kv_heads: int, hidden: int, name: str, *, exactly: bool
+) -> None:
+    config = Config(layers=2, dim=512, heads=8, kv_heads=kv_heads, hidden=hidden, vocab=16_000, seq=512)
     with torch.device("meta"):
-        model, args = step_of(Config(layers=2, dim=512, heads=8, kv_heads=2, hidden=1408, vocab=16_000, seq=512), 8, 512)
+        model, args = step_of(config, 8, 512)
     options = Options(mixed_precision=MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.bfloat16))
     found = plan(model, Mesh(mesh, hardware="h100"), args, options=options)
     assert found.search is not None and found.cost is not None
