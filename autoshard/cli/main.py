@@ -46,7 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = next(iter(words), "")
         given, unknown = _parser(command).parse_known_args(words)
         if unknown:  # argparse would point to the help of all commands
-            raise UserError(f"unrecognized arguments: {' '.join(unknown)}; see `python -m autoshard {command} --help`")
+            shown = f"{command} --help" if command in _COMMANDS else "--help"
+            raise UserError(f"unrecognized arguments: {' '.join(unknown)}; see `python -m autoshard {shown}`")
         return DONE if given.run(given) is not False else DIFFERENT
     except UserError as error:
         print(f"autoshard: {with_flags(str(error))}", file=sys.stderr)

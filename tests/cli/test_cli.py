@@ -248,6 +248,7 @@ def test_no_recipe_on_any_axis(capsys: pytest.CaptureFixture[str]) -> None:
             "plan model.py:small --mesh dp=2 --dump out",
             "unrecognized arguments: --dump out; see `python -m autoshard plan --help`",
         ),
+        ("--dump plan", "unrecognized arguments: --dump; see `python -m autoshard --help`"),
         (
             "calibrate --quick -o none/this.json",
             "there is no folder 'none' to save none/this.json in; make it, or give another path",
