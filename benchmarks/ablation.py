@@ -31,7 +31,7 @@ from autoshard import MemoryLimitError, Mesh, Options
 from autoshard.config.progress import Progress, silent
 from autoshard.planner import candidates, decision, recipe_candidates, recomputation, solver_candidate, ties
 from autoshard.planner.decision import decide
-from autoshard.planner.effort import FULL, Effort
+from autoshard.planner.effort import FULL, STEPS, Effort
 from autoshard.planner.evaluation import Folded, fold, in_chunks
 from autoshard.planner.paddings import batch_padding, variants
 from autoshard.planner.problem import Problem, captured_problem
@@ -346,7 +346,7 @@ def _alone(name: str, case: Case) -> dict[str, Callable[[], Result]]:
     """Return searches of a case in all memory, in 80 % of what that takes, and in half of it with recomputation."""
     problem = _problem(case)
     folded = fold(problem)
-    ample = Goal(steps=solver_candidate.STEPS)
+    ample = Goal(steps=STEPS)
     nbytes = solved(problem, folded, ample).peak
     less, least = (replace(ample, memory_limit=part * nbytes) for part in (0.8, 0.5))
     return {

@@ -10,6 +10,8 @@ from typing import Literal
 from passes.cost.scheduling.best_schedule import WINDOWS
 from passes.search.goal import Goal
 
+STEPS = 100_000  # of a training, in which a shorter step has to save the time that it takes to find it
+
 
 @dataclass(frozen=True)
 class Effort:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from autoshard.capture.garbage import uncollected
+from autoshard.planner.effort import STEPS
 from autoshard.planner.evaluation import Evaluation, seeded
 from autoshard.planner.prediction import timed
 from autoshard.planner.recomputation import memory_budget_of
@@ -42,7 +43,6 @@ MISPRICED = 0.02  # part of a step: a plan simulated this much slower was priced
 REPRICINGS = 3  # at most, as each is solved and simulated
 FAR_OFF = 0.25  # part of a step: a plan that is simulated this much slower likely has messages that join no others
 RUNNERS_UP = 4  # at most that are simulated each time
-STEPS = 100_000  # of a training, in which a shorter step has to save the time that it takes to find it
 WORTHWHILE = 2.0 / STEPS  # seconds of a step: to save less is not worth the 2 s that another solve takes
 
 
@@ -356,7 +356,7 @@ def _goal(task: SearchTask, curve: RecomputationCurve, limit: float | None = Non
         task.problem.options.keeps_gathered,
         curve,
         task.best_elsewhere * (1 + OFF),
-        STEPS,
+        steps=STEPS,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from autoshard.planner.effort import Effort
+from autoshard.planner.effort import STEPS, Effort
 from autoshard.planner.evaluation import Folded, seeded
 from autoshard.planner.problem import Problem
 from autoshard.planner.recomputation import memory_budget_of
@@ -48,7 +48,7 @@ class PlanningState:
             prepared = prepare(gm, mesh, self.axis_groups, optimizer=options.optimizer, hiding=hiding)
         budget = memory_budget_of(self.problem, prepared)
         keep, curve = options.keeps_gathered, budget.recomputation
-        goal = Goal(budget.limit, self.effort.gap, options.time_limit, keep, curve)
+        goal = Goal(budget.limit, self.effort.gap, options.time_limit, keep, curve, steps=STEPS)
         try:
             return prepared.explore(goal)
         except MemoryLimitError:

@@ -157,21 +157,26 @@ def test_where_nothing_fits_yet_no_program_is_huge(monkeypatch: pytest.MonkeyPat
         assert len(solved) == programs
 
 
-@pytest.mark.parametrize(("large", "steps", "is_left_out"), [(0, math.inf, False), (0, 1.0, True), (10**9, 1.0, False)])
-def test_large_programs_that_save_less_than_they_take_are_left_out(
-    monkeypatch: pytest.MonkeyPatch, large: int, steps: float, *, is_left_out: bool
-) -> None:
-    factor_graph, unit_costs = problem_of(random_graph(22, "dp=4"))
-    monkeypatch.setattr(optimize, "LARGE", large)
-    solved: list[Formulation] = []
+@pytest.fixture
+def solved(monkeypatch: pytest.MonkeyPatch) -> list[Formulation]:
+    """Record the programs that are solved for a short step."""
+    programs: list[Formulation] = []
     solve_program = Formulation.solve
 
-    def counted(self: Formulation, *given: Any, **more: Any) -> Any:
-        solved.append(self)
+    def recorded(self: Formulation, *given: Any, **more: Any) -> Any:
+        programs.append(self)
         return solve_program(self, *given, **more)
 
-    monkeypatch.setattr(Formulation, "solve", counted)
-    solve(factor_graph, unit_costs, Goal(gap=0.0, steps=steps))
+    monkeypatch.setattr(Formulation, "solve", recorded)
+    return programs
+
+
+@pytest.mark.parametrize(("large", "steps", "is_left_out"), [(0, math.inf, False), (0, 1.0, True), (10**9, 1.0, False)])
+def test_large_programs_that_save_less_than_they_take_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, solved: list[Formulation], large: int, steps: float, *, is_left_out: bool
+) -> None:
+    monkeypatch.setattr(optimize, "LARGE", large)
+    solve(*problem_of(random_graph(22, "dp=4")), Goal(gap=0.0, steps=steps))
     assert (len(solved) == 1) == is_left_out  # that of tuning
 
 
@@ -194,24 +199,16 @@ def test_strategies_join_a_program_only_where_they_may_save_what_it_takes(
 
 
 @pytest.mark.slow
-def test_where_nothing_fits_no_short_step_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nothing_fits_no_short_step_is_looked_for(solved: list[Formulation]) -> None:
     """Each program of the time takes long where no assignment fits; one of the bytes tells."""
     factor_graph, unit_costs = problem_of(deep_graph(4, "dp=4", rows=1 << 12))
     roomy, _ = solve(factor_graph, unit_costs, Goal())
-    timed: list[Formulation] = []
-    solve_short = Formulation.solve
-
-    def counted(self: Formulation, *given: Any, **more: Any) -> Any:
-        timed.append(self)
-        return solve_short(self, *given, **more)
-
-    monkeypatch.setattr(Formulation, "solve", counted)
     refused = 0
     for share in (0.3, 0.5, 0.6, 0.7, 0.75, 0.8):
-        timed.clear()
+        solved.clear()
         try:
             solve(factor_graph, unit_costs, Goal(roomy.memory * share))
         except MemoryLimitError:
             refused += 1
-            assert len(timed) <= 1, share  # that of tuning
+            assert len(solved) <= 1, share  # that of tuning
     assert refused
