@@ -170,6 +170,11 @@ DRAWN = "aten.rand.default float32[4]" if release() >= (2, 14) else "aten.unifor
             "None",
         ),
         (
+            lambda: Options(mixed_precision=MixedPrecisionPolicy(reduce_dtype="float32")),
+            "UserError: MixedPrecisionPolicy(reduce_dtype='float32'): give a floating point dtype such as torch.bfloat16, or "
+            "None",
+        ),
+        (
             lambda: plan(nn.Linear(4, 4), "dp=2", (torch.ones(4, 4),), options=Options(buckets={"z": Bucket(0, (4,), fill=0)})),
             "InputError: Options(buckets=...): 'z' matches no argument of Linear.forward; names look like 'input'",
         ),

@@ -315,7 +315,9 @@ def _check_dtypes(policy: MixedPrecisionPolicy | None) -> None:
     for name in ("param_dtype", "reduce_dtype", "output_dtype") if policy is not None else ():
         dtype = getattr(policy, name)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise UserError(f"MixedPrecisionPolicy({name}={dtype}): give a floating point dtype such as torch.bfloat16, or None")
+            raise UserError(
+                f"MixedPrecisionPolicy({name}={shown(dtype)}): give a floating point dtype such as torch.bfloat16, or None"
+            )
 
 
 def _check_passes(given: Options) -> None:

@@ -223,7 +223,7 @@ def test_inputs_that_the_recipe_does_not_find_may_be_sharded_by_hand(recipe: str
     compare(ranks.run().step, whole.step, TOLERANCE)
 
 
-BY_HAND = ", or shard inputs by hand, such as Options(inputs={'tokens': {'cp': Shard(1)}})"
+BY_HAND = ", or shard inputs by hand, such as Options(inputs={{{!r}: {{'cp': Shard(1)}}}})"
 
 
 @pytest.mark.parametrize(
@@ -243,18 +243,18 @@ BY_HAND = ", or shard inputs by hand, such as Options(inputs={'tokens': {'cp': S
         (
             Case(nn.Linear(4, 4), (torch.randn(2, 4),), {}),
             "the model has no attention, neither a kernel nor a softmax between two products, nor a convolution over positions; "
-            "call torch.nn.functional.scaled_dot_product_attention",
+            f"call torch.nn.functional.scaled_dot_product_attention{BY_HAND.format('input')}",
         ),
         (
             Case(Fixed(), (torch.randn(2, 12),), {}),
-            "the positions of attention's queries are no dim of an input; use another recipe",
+            f"the positions of attention's queries are no dim of an input; use another recipe{BY_HAND.format('x')}",
         ),
     ],
     ids=["length", "convolution", "class_token", "no_attention", "no_input"],
 )
 def test_what_cannot_be_sharded_is_refused(case: Case, why: str) -> None:
     for recipe in (GATHER, f"fsdp_{GATHER}"):
-        assert refusal(case, recipe) == f"recipe {recipe!r} on axis 'cp': {why}{BY_HAND}"
+        assert refusal(case, recipe) == f"recipe {recipe!r} on axis 'cp': {why}"
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ def test_what_cannot_be_sharded_is_refused(case: Case, why: str) -> None:
 )
 def test_a_way_that_cannot_be_is_refused(case: Case, recipe: str, mesh: str, why: str) -> None:
     said = refusal(case, recipe, mesh)
-    assert said == f"recipe {recipe!r} on axis 'cp': attention cannot be sharded: {why}{BY_HAND}"
+    assert said == f"recipe {recipe!r} on axis 'cp': attention cannot be sharded: {why}"
 
 
 def test_a_ring_over_axes_in_another_order_than_the_blocks_is_refused() -> None:

@@ -166,8 +166,7 @@ def test_a_ring_of_a_kernel_that_cannot_be_merged_is_refused(kernel: str) -> Non
         decide(RING, kernel)
     assert str(caught.value) == (
         "recipe 'context(ring)' on axis 'cp': attention cannot be sharded: a ring takes no bias of this kernel, and no kernel "
-        "without a logsumexp; use context(gather) or context(all_to_all), or shard inputs by hand, such as "
-        "Options(inputs={'tokens': {'cp': Shard(1)}})"
+        "without a logsumexp; use context(gather) or context(all_to_all)"
     )
 
 
@@ -188,5 +187,5 @@ def test_a_kernel_that_takes_no_mask_is_refused_beside_is_causal() -> None:
     assert str(caught.value) == (
         "recipe 'context(gather)' on axis 'cp': attention cannot be sharded: no rule shards the positions of this call; leave "
         "out dropout, and give this kernel a mask instead of is_causal beside another mask, or where keys have another length; "
-        "use context(all_to_all), or shard inputs by hand, such as Options(inputs={'tokens': {'cp': Shard(1)}})"
+        "use context(all_to_all)"
     )

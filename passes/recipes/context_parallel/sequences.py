@@ -69,10 +69,8 @@ def shard_sequences(site: Site, way: str | None = None, *, recipe: str = "contex
     if not found and (refused or not _is_by_hand(site)):
         axis = site.mesh.names[site.axis]
         name = recipe if way is None else _with_way(recipe, way)
-        raise RecipeError(
-            f"recipe {name!r} on axis {axis!r}: {_why_nothing(site, way, refused, recipe)}, or shard inputs by hand, such as "
-            f"Options(inputs={{'tokens': {{{axis!r}: Shard(1)}}}})"
-        )
+        by_hand = "" if refused else _how_by_hand(site)  # with what is refused, it would be again
+        raise RecipeError(f"recipe {name!r} on axis {axis!r}: {_why_nothing(site, way, refused, recipe)}{by_hand}")
     _add_alike(site, found)
     places = {value: Decision(placement, "context: sequence") for value, placement in found.items()}
     inputs = {value: decision for value, decision in places.items() if value.op == "placeholder"}
@@ -175,6 +173,14 @@ def _why_nothing(site: Site, way: str | None, refused: list[tuple[Node, str]], r
     if refused:
         return f"attention cannot be sharded: {refused[0][1]}{_other_ways(site, way, recipe)}"
     return "the positions of attention's queries are no dim of an input; use another recipe"
+
+
+def _how_by_hand(site: Site) -> str:
+    """Return a text that says how inputs are sharded by hand, for one that may have positions; empty if there is none."""
+    inputs = placeholders(site.gm.graph, InputRole.INPUT)
+    names = [input_of(node).name for node in inputs if tensor_of(node).dim() > 1]
+    axis = site.mesh.names[site.axis]
+    return f", or shard inputs by hand, such as Options(inputs={{{names[0]!r}: {{{axis!r}: Shard(1)}}}})" if names else ""
 
 
 def _add_alike(site: Site, found: dict[Node, Shard]) -> None:
