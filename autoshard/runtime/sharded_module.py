@@ -106,11 +106,15 @@ class ShardedModule(Refusals):
             loss = model(*model.shard(tokens, labels))
             loss = model(**model.shard(**batch))
 
-        Tensors that follow the model's arguments, for a loss outside of the model, are cut like its first input if they are as
-        long as the batch:
+        Tensors for a loss outside of the model, which follow the model's arguments or have a name that it does not take, are
+        cut like its first input if they are as long as the batch:
 
             x, labels = model.shard(x, labels)
             loss = cross_entropy(model(x), labels)
+
+            parts = model.shard(**batch, noise=noise)
+            noise = parts.pop("noise")
+            loss = mse_loss(model(**parts), noise)
 
         A tensor that the axes do not divide, such as a last batch, comes back as a DTensor, whole on every rank. The
         gradient of a tensor that requires it is that of this rank's part, and of all of it where it is whole. Raises

@@ -353,6 +353,9 @@ def _outside(rank: int) -> list[float]:
     for batch in (4, 3):
         x, y = torch.randn(batch, 6, dtype=torch.float64), torch.randint(5, (batch,))
         part, labels = model.shard(x, y)  # the model takes `x`
+        named = model.shard(target=y, input=x)
+        assert list(named) == ["target", "input"]
+        found += [float((a - b).abs().max()) for a, b in ((named["input"], part), (named["target"], labels))]
         output, expected = model(part), one(x)
         penalty, wanted = (sum((p.square().sum() for p in each.parameters()), start=torch.zeros(())) for each in (model, one))
         (torch.nn.functional.cross_entropy(output, labels) + penalty.full_tensor()).backward()
@@ -528,8 +531,9 @@ def test_a_batch_that_is_not_dim_0_is_explained() -> None:
         assert named == ""
         assert refused.endswith(
             "cannot be called like this: too many positional arguments; model.shard takes the arguments that the model takes: "
-            "model.shard(tokens, labels), model.shard(**batch). Tensors for a loss outside of the model go after all of these: "
-            "x, labels = model.shard(x, labels)"
+            "model.shard(tokens, labels), model.shard(**batch). Tensors for a loss outside of the model go after all of these, "
+            "or have a name that the model does not take: x, labels = model.shard(x, labels), "
+            "parts = model.shard(**batch, target=labels)"
         )
 
 

@@ -32,23 +32,27 @@ def parts_of(
     the batch. Raises InputError for arguments that `forward` does not take, and for a recipe that splits inputs as only a
     plan says, and for a part that was cut before, as parts of it would be another batch.
 
-    Positional arguments beyond those of `forward`, such as labels for a loss outside of the model, are cut like its first input.
+    Tensors beyond the arguments of `forward`, such as labels for a loss outside of the model, are cut like its first input: those
+    that follow the others by position, and those that have a name that it does not take.
     """
     advice = (
         "; model.shard takes the arguments that the model takes: model.shard(tokens, labels), model.shard(**batch). Tensors for "
-        "a loss outside of the model go after all of these: x, labels = model.shard(x, labels)"
+        "a loss outside of the model go after all of these, or have a name that the model does not take: "
+        "x, labels = model.shard(x, labels), parts = model.shard(**batch, target=labels)"
     )
-    args, others = _apart(state.states.signature, args)
-    call = bound_call(state, args, kwargs, advice)
+    signature = state.states.signature
+    (args, others), (taken, others_named) = _apart(signature, args), _apart_by_name(signature, kwargs)
+    call = bound_call(state, args, taken, advice)
     tensors, splits = {path: _unmarked(one) for path, one in tensors_of(call.leaves).items()}, state.planner.splits()
     parts = _parts(tensors, splits, state.place)
-    positional, named = call.as_written(call.leaves | parts, args, kwargs)
+    positional, named = call.as_written(call.leaves | parts, args, taken)
     first = next((path for path, tensor in tensors.items() if tensor.dim() > 0), None)
-    if others and first is not None:
+    if (others or others_named) and first is not None:
         layout = splits.layout(first, tensors[first], batch_of(tensors))
         cut = partial(_like_first, first=tensors[first], part=parts[first], layout=layout, place=state.place)
-        others = map_pytree(cut, others)
-    return (*positional, *others), named
+        others, others_named = map_pytree(cut, (others, others_named))
+    named |= others_named
+    return (*positional, *others), {name: named[name] for name in kwargs}  # in the order in which they were given
 
 
 def _apart(signature: inspect.Signature, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -56,10 +60,22 @@ def _apart(signature: inspect.Signature, args: tuple[Any, ...]) -> tuple[tuple[A
     kinds = [parameter.kind for parameter in signature.parameters.values()]
     taken = sum(kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for kind in kinds)
     others = args[taken:]
-    have_tensors = all(any(isinstance(leaf, torch.Tensor) for _, leaf in flatten_pytree(other)[0]) for other in others)
-    if inspect.Parameter.VAR_POSITIONAL in kinds or not have_tensors:
+    if inspect.Parameter.VAR_POSITIONAL in kinds or not all(map(_has_tensor, others)):
         return args, ()
     return args[:taken], others
+
+
+def _apart_by_name(signature: inspect.Signature, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the named arguments that a function takes, and those with other names if each of these has a tensor."""
+    kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
+    others = {name: value for name, value in kwargs.items() if name not in kinds}
+    if inspect.Parameter.VAR_KEYWORD in kinds.values() or not all(map(_has_tensor, others.values())):
+        return kwargs, {}
+    return {name: value for name, value in kwargs.items() if name not in others}, others
+
+
+def _has_tensor(value: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) for _, leaf in flatten_pytree(value)[0])
 
 
 def _unmarked(tensor: torch.Tensor) -> torch.Tensor:
