@@ -125,7 +125,8 @@ def _keeps_rows(stack: str) -> Remark:
 def unreturned(left_out: NotReturned) -> Remark:
     """Return the remark on a part of the output that a program does not return."""
     path = left_out.path or "output"
-    text = f"{path}, a {left_out.kind}, is not returned: a program returns tensors in tuples, lists, dicts and dataclasses"
+    kind = with_article(left_out.kind)
+    text = f"{path}, {kind}, is not returned: a program returns tensors in tuples, lists, dicts and dataclasses"
     return Remark("capture", text, Origin(), "output")
 
 

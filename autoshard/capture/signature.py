@@ -238,8 +238,9 @@ class NotReturned:
         if name.startswith("__"):  # what Python itself asks for, as when it copies
             raise AttributeError(name)
         raise InputError(
-            f"{self.path or 'output'} is a {self.kind}, which a sharded model does not return: its programs return tensors in "
-            f"tuples, lists, dicts and dataclasses; return the tensors that you need from {self.path or 'output'}.{name}"
+            f"{self.path or 'output'} is {with_article(self.kind)}, which a sharded model does not return: its programs return "
+            "tensors in tuples, lists, dicts and dataclasses; return the tensors that you need from "
+            f"{self.path or 'output'}.{name}"
         )
 
 
@@ -277,7 +278,7 @@ def describe_output(output: Any) -> Outputs:
     if left_out and not tensors:
         where = f" at {left_out[0].path}" if left_out[0].path else ""
         raise CaptureError(
-            f"the model returns a {left_out[0].kind}{where}, and tensors inside it "
+            f"the model returns {with_article(left_out[0].kind)}{where}, and tensors inside it "
             f"would be lost; return tensors in tuples, lists, dicts or dataclasses, or register the class with "
             f"torch.utils._pytree.register_pytree_node"
         )

@@ -21,7 +21,9 @@ from torch.utils.checkpoint import checkpoint_sequential
 from autoshard import Mesh, Options, plan
 from autoshard import check as check_on_ranks
 from autoshard.capture.capture import capture
-from passes.errors import InputError
+from autoshard.capture.flat_call import unreturned
+from autoshard.capture.signature import NotReturned, describe_output
+from passes.errors import CaptureError, InputError
 from passes.ir.graph import region_of
 from tests.capture.asserting import Asserts
 from tests.capture.comparing import check
@@ -119,6 +121,19 @@ def test_an_object_beside_tensors_is_not_returned_and_says_so_when_it_is_used() 
         "cache is a Cache, which a sharded model does not return: its programs return tensors in tuples, lists, dicts and "
         "dataclasses; return the tensors that you need from cache.key"
     )
+
+
+class EncodedCache(Cache):
+    """Has a name that takes "an"."""
+
+
+def test_the_name_of_an_object_that_is_not_returned_has_its_article() -> None:
+    cache = NotReturned("cache", "EncodedCache")
+    assert unreturned(cache).text.startswith("cache, an EncodedCache, is not returned: ")
+    with pytest.raises(InputError, match=r"^cache is an EncodedCache, which a sharded model does not return: "):
+        _ = cache.key
+    with pytest.raises(CaptureError, match=r"^the model returns an EncodedCache, and tensors inside it would be lost; "):
+        describe_output(EncodedCache(torch.zeros(2)))
 
 
 class SetsUp(Model):
