@@ -116,7 +116,7 @@ def _choices(gm: GraphModule, sites: list[Site], whole: Timeline, trials: Trials
     exposed = exposed_by_form(sites, whole.exposed_by_task)
     for form, numbers in _by_form(sites).items():
         if not is_worth(exposed[form], whole.step_time):
-            reason = f"all but {format_seconds(exposed[form])} of {format_seconds(whole.step_time)} is hidden"
+            reason = f"{format_seconds(exposed[form])} of a step of {format_seconds(whole.step_time)} is exposed"
             found[form] = Choice(None, reason)
             continue
         start, end = _around(numbers, sites, places)

@@ -117,7 +117,7 @@ def test_what_is_split_and_what_is_left_whole_says_why() -> None:
     assert_expected_inline("\n".join(told), """\
 decompose_matmuls: split: 4 chunks save 40.8 us of 448 us around it [%gather]
 decompose_matmuls: left whole: 83.6 us by itself, 92.1 us in 2 chunks [%gather]
-decompose_matmuls: left whole: all but 0 s of 1.55 ms is hidden [%gather]
+decompose_matmuls: left whole: 0 s of a step of 1.55 ms is exposed [%gather]
 decompose_matmuls: left whole: all that are worth it in parts take 784.0 MiB at the peak, over 584.0 MiB [%gather]
 decompose_matmuls: left whole: its 1 x 2047 rows are not divided by 2 [%gather]
 decompose_matmuls: left whole: the figures of this device are not known [%gather]""")
