@@ -101,8 +101,9 @@ class Attribute:
 
 @dataclass(frozen=True)
 class StoredParameter:
-    """A PARAMETER input: where it is held, how it is stored, and what its gradient is."""
+    """A PARAMETER input: its name in the model, where it is held, how it is stored, and what its gradient is."""
 
+    name: str
     slot: Slot
     storage: Storage
     spec: DTensorSpec
@@ -114,13 +115,13 @@ class StoredParameter:
         part = local_of_dtensor(tensor)
         if part.is_meta:
             raise UserError(
-                f"parameter {self.slot.name!r} has no data, as the model was made on meta; before the first call, "
+                f"parameter {self.name!r} has no data, as the model was made on meta; before the first call, "
                 "model.to_empty(device=...) makes room, and load_state_dict or an initialization fills it"
             )
         if part.dtype != self.dtype:
             raise UserError(
-                f"parameter {self.slot.name!r} of a submodule is {part.dtype} now, and was {self.dtype} when the model was "
-                "captured; convert the whole model: model.to(...)"
+                f"parameter {self.name!r} is {part.dtype} now, and was {self.dtype} when the model was captured; convert the "
+                "whole model: model.to(...)"
             )
         return part if self.storage.is_even else self.storage.pad(part)
 
@@ -397,7 +398,7 @@ def bind(program: Program, local: LocalProgram, module: nn.Module, place: Place,
         storage = place.storage(local.parameters[name], tuple(held.shape))
         placements = dtensor_placements(storage.layout, place.mesh)
         spec = dtensor_spec(place.device_mesh, placements, storage.shape, held.dtype)
-        parameters[name] = StoredParameter(slots[name], storage, spec, held.dtype)
+        parameters[name] = StoredParameter(name, slots[name], storage, spec, held.dtype)
     buffers: dict[str, Slot | Attribute | torch.Tensor] = {}
     attributes = {format_path(path): path for path, held in held_objects(module) if isinstance(held, torch.Tensor)}
     for name in (given.name for given in split.inputs if given.role is InputRole.BUFFER):

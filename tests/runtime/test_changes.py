@@ -583,6 +583,6 @@ def test_a_submodule_of_another_dtype(one_rank: DeviceMesh) -> None:
     with pytest.raises(UserError) as caught:
         sharded(X, Y)
     assert str(caught.value) == (
-        "parameter 'weight' of a submodule is torch.float64 now, and was torch.float32 when the model was captured; convert "
-        "the whole model: model.to(...)"
+        "parameter 'head.weight' is torch.float64 now, and was torch.float32 when the model was captured; convert the "
+        "whole model: model.to(...)"
     )

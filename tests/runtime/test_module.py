@@ -329,6 +329,14 @@ def test_a_meta_model_is_materialized_sharded(one_rank: DeviceMesh) -> None:
     torch.testing.assert_close(sharded(*batch())["loss"], expected(*batch())["loss"])
 
 
+def test_a_parameter_without_data_is_named_as_in_the_model(one_rank: DeviceMesh) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.ReLU(), nn.Linear(4, 2))
+    x = torch.ones(2, 4)
+    with pytest.raises(UserError, match=r"parameter '1\.(weight|bias)' has no data"):
+        autoshard(model, one_rank, (x,), options=EAGER)(x)
+
+
 def test_arguments_need_not_be_contiguous(one_rank: DeviceMesh) -> None:
     _, sharded = made(one_rank)
     tokens, labels = batch()
