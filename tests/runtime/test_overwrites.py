@@ -1,10 +1,17 @@
-"""Compiled code reads a value before it writes into it: Inductor alone gives wrong rows here."""
+"""Compiled code reads a value before or after it writes into it, as the graph says: Inductor alone gives wrong numbers here."""
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 
+from autoshard import Options, autoshard
 from autoshard.compile.compiled import compile_split, split_program
 from passes.ir.text import parse_graph
 
@@ -29,3 +36,29 @@ def test_rows_are_read_before_they_are_written(rows: str) -> None:
     compiled, eager = (compile_split(split_program(gm, mode=mode), mode=mode) for mode in ("inductor", "eager"))
     found, expected = compiled.forward([x, index])[0], eager.forward([x, index])[0]
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+class Pooled(nn.Module):
+    """Takes the maxima around pixels where `mask` says so: their gradients are added up by a scatter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 5, 3, padding=1)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        y = self.conv(x)
+        return torch.where(mask, y, F.max_pool2d(y, 3, 1, 1))
+
+
+@pytest.mark.slow
+def test_a_gradient_is_read_after_a_scatter_wrote_it(one_rank: DeviceMesh) -> None:
+    """In torch 2.13, Inductor fused the loop that reads it with the one that fills it with zeros before the scatter."""
+    torch.manual_seed(0)
+    one, x, mask = Pooled(), torch.randn(1, 4, 6, 7), torch.rand(1, 5, 6, 7) > 0.5
+    sharded = autoshard(deepcopy(one), one_rank, (x, mask), options=Options(progress=False))
+    for model in (one, sharded):
+        model(x, mask).square().mean().backward()
+    for name, expected in one.named_parameters():
+        gradient = sharded.get_parameter(name).grad
+        assert isinstance(gradient, DTensor) and expected.grad is not None
+        torch.testing.assert_close(gradient.full_tensor(), expected.grad)

@@ -20,6 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from passes._torch.inductor.inductor_bools import send_booleans_as_bytes
+from passes._torch.inductor.inductor_mutations import reads_after_scatters
 from passes._torch.inductor.inductor_overwrites import CopiesBeforeOverwrites
 from passes._torch.inductor.inductor_patterns import possible_patterns
 from passes._torch.inductor.inductor_sends import lower_sends
@@ -107,6 +108,7 @@ def inductor_compile(
     with (
         _compiling(inputs),
         inductor_config.patch(options),
+        reads_after_scatters(),
         TracingContext.report_output_strides() as strides,
     ):
         code = compile_fx_inner(

@@ -34,7 +34,8 @@ class CopiesBeforeOverwrites(CustomGraphPass):
                     node.args = (copy, *others)
 
     def uuid(self) -> str:
-        return "autoshard: copies before overwrites, 1"
+        """Return a part of the key of Inductor's cache, which nothing else tells of what this package changes in Inductor."""
+        return "autoshard: copies before overwrites, reads after scatters, 2"
 
 
 def _memory(node: Any) -> Any:

@@ -1,0 +1,34 @@
+"""Reads of what a scatter has written, which torch 2.13 may compute before the scatter.
+
+To fuse loops of different shapes on a CPU, Inductor computes anew what a loop reads. Torch 2.13 then forgets that the loop
+reads a tensor after it was written into, and may fuse it with the loop that fills the tensor with zeros: gradients of a maximum
+over windows, or of a nearest upsampling, were zero (https://github.com/pytorch/pytorch/issues/185509). Torch 2.14 does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch._inductor.scheduler import SchedulerNode
+
+from passes._torch.patches import replaced
+from passes._torch.supported import release
+
+_RECOMPUTE = SchedulerNode.recompute_size_and_body
+
+
+@contextmanager
+def reads_after_scatters() -> Iterator[None]:
+    """Let a loop whose reads are computed anew still come after the writes into the tensors that it reads."""
+    if release() >= (2, 14):
+        yield
+        return
+    with replaced(SchedulerNode, "recompute_size_and_body", _recompute):
+        yield
+
+
+def _recompute(node: SchedulerNode, *args: Any, **kwargs: Any) -> None:
+    _RECOMPUTE(node, *args, **kwargs)
+    node.set_read_writes(node.read_writes.rename(node.mutation_renames))
