@@ -292,9 +292,14 @@ def _planned(problem: Problem, folded: Folded, decision: Decision, lowered: Lowe
         pads=problem.pads,
         padded_axes=tuple(problem.mesh.names[axis] for axis in problem.padded_axes),
         compute_axes=tuple(problem.mesh.names[axis] for axis in problem.compute_axes),
+        batch_axes=_batch_axes(problem),
         **facts,
     )
     return Planned(plan, problem.captured, lowered.graph, timer.seconds)
+
+
+def _batch_axes(problem: Problem) -> tuple[str, ...] | None:
+    return None if problem.batch_axes is None else tuple(problem.mesh.names[axis] for axis in problem.batch_axes)
 
 
 def _dump(problem: Problem, folded: Folded, decision: Decision, dump: GraphDump) -> None:
@@ -335,6 +340,7 @@ def _assembled(problem: Problem, captured: str, evaluation: Evaluation, decision
         pads=problem.pads,
         padded_axes=tuple(problem.mesh.names[axis] for axis in problem.padded_axes),
         compute_axes=tuple(problem.mesh.names[axis] for axis in problem.compute_axes),
+        batch_axes=_batch_axes(problem),
     )
 
 

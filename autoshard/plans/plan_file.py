@@ -1,6 +1,6 @@
 """Save a plan as a JSON file with a schema and a version, one line per decision, without pickle.
 
-    {"schema": "autoshard.plan", "version": 9, "fingerprint": "...", "checksum": "...", "mesh": {...}, "parameters": {...}, ...}
+    {"schema": "autoshard.plan", "version": 10, "fingerprint": "...", "checksum": "...", "mesh": {...}, "parameters": {...}, ...}
 
 The fingerprint identifies what the plan was made for: mesh, model, settings. The checksum covers all members after it, so that
 a file that was edited is refused: a layout that is changed in one place contradicts the program and its cost. Graphs and the
@@ -25,7 +25,7 @@ from passes.errors import PlanError
 
 Plan = TypeVar("Plan", bound=PlanRecord)
 
-SCHEMA, VERSION = "autoshard.plan", 9
+SCHEMA, VERSION = "autoshard.plan", 10
 
 _HEAD = "schema", "version", "fingerprint", "checksum"
 

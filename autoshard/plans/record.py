@@ -37,7 +37,8 @@ class PlanRecord:
     from: every kernel and message of the step, and every buffer. `repeats` are the equal layers that the graphs from
     "PLACED" on leave out. `recomputation` is what the backward recomputes, if anything. `pads` says that
     dims may be padded, if axes do not divide them, and products with unequal parts split: those that `compute_axes` together
-    do not divide. `padded_axes` split the batch, but do not divide that of this plan: the inputs are whole on them.
+    do not divide. `padded_axes` split the batch, but do not divide that of this plan: the inputs are whole on them. `batch_axes`
+    are those that the caller split the batch over before there was a plan (None: the plan was free to choose).
     """
 
     mesh: Mesh
@@ -60,6 +61,7 @@ class PlanRecord:
     pads: bool = True
     padded_axes: tuple[str, ...] = ()
     compute_axes: tuple[str, ...] = ()
+    batch_axes: tuple[str, ...] | None = None
 
     @property
     def fingerprint(self) -> str:

@@ -17,7 +17,7 @@ from autoshard.config.progress import Progress, silent
 from autoshard.dumps.graph_dump import dump_of
 from autoshard.inspection.sharding_plan import ShardingPlan
 from autoshard.planner.make_plan import Planned, make_plan
-from autoshard.planner.problem import data_axes
+from autoshard.planner.problem import axes_named, data_axes
 from autoshard.planner.request import EarlierProgram, PlanRequest
 from autoshard.plans.compatibility import check_asked
 from autoshard.plans.record import PlanRecord
@@ -125,11 +125,16 @@ class ProgramPlanner:
         return replace(self.options, inputs={path: _placements(layout, self.mesh) for path, layout in layouts.items()})
 
     def batch_axes(self) -> tuple[int, ...] | None:
-        """Return the axes that the caller splits the batch over; None: as the recipe or the given plan says.
+        """Return the axes that the caller splits the batch over; None: as the recipe says.
 
-        A search does not choose how the caller splits the batch: until there is a plan, the names of the axes decide.
+        A search does not choose how the caller splits the batch: until there is a plan, the names of the axes decide, and for a
+        given plan, what it was made for.
         """
-        return self.splits().data_axes if self.options.recipe == AUTO and self.given is None else None
+        if self.options.recipe != AUTO:
+            return None
+        if self.given is None:
+            return self.splits().data_axes
+        return None if self.given.batch_axes is None else axes_named(self.mesh, self.given.batch_axes)
 
     def splits(self) -> Splits:
         """Return how a call's inputs are split: as in the first plan, or before that, over the axes of data-parallel

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from autoshard import Options, Overlap, ShardingPlan, autoshard, plan
 from autoshard.compile.compiled import Mode
 from tests.models import build
-from tests.spawn import Failure, reports_of_ranks
+from tests.spawn import Failure, reports_of_ranks, run_on_ranks
 
 EAGER: Mode = "eager"
 
@@ -104,6 +104,32 @@ def test_a_plan_for_another_mesh_is_refused_by_all_ranks(tmp_path: Path) -> None
     assert ranks(tmp_path, "path") == [
         "PlanError: the plan does not fit: the mesh is dp=2, the plan's dp=4. Make a plan for this mesh"
     ] * 2
+
+
+def _train_again(rank: int, has_args: Any, evaluates: Any) -> tuple[list[float], Any]:
+    """Return the losses of a plan that a first call made, and of the same plan given, and the recipe that was chosen."""
+    mesh, x = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
+    options, losses, given = Options(compile="eager", progress=False), list[float](), None
+    for args in (None, (x,) if has_args else None):
+        torch.manual_seed(0)
+        model = autoshard(torch.nn.Linear(4, 4), mesh, args, plan=given, options=options)
+        if evaluates and given is not None:
+            with torch.no_grad():
+                losses.append(model(model.shard(x)[0]).square().sum().item())
+        loss = model(model.shard(x)[0]).square().sum()
+        loss.backward()
+        losses.append(loss.item())
+        given = ShardingPlan.from_json(model.plan.to_json())
+    return losses, given.recipes if given is not None and given.solution is None else None
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+@pytest.mark.parametrize(("has_args", "evaluates"), [(False, False), (True, False), (False, True)])
+def test_a_plan_of_a_first_call_splits_inputs_as_its_caller_did_also_when_it_is_given(*, has_args: bool, evaluates: bool) -> None:
+    """The axis is not named for data, so that the caller gives whole batches; the recipe alone would split them."""
+    for losses, recipes in run_on_ranks(_train_again, 2, has_args, evaluates):
+        assert recipes == ("ddp",) and losses == pytest.approx([losses[0]] * len(losses))
 
 
 def test_what_is_sent_to_other_ranks_is_the_plan_file(one_rank: DeviceMesh) -> None:
