@@ -29,8 +29,10 @@ def registered_recipes() -> tuple[Recipe, ...]:
     return tuple(_RECIPES.values())
 
 
-# What users write, and what they mean; ZeRO-3 is `fsdp` by another name (Rajbhandari et al. 2020).
-_OTHER_NAMES = {"auto": "'auto'", "none": "None", "zero3": "'fsdp'", "zero-3": "'fsdp'", "fsdp2": "'fsdp'"}
+# What users write, and what they mean; ZeRO-3 is `fsdp`, and `zero2` saves what ZeRO-1 does (Rajbhandari et al. 2020).
+_STAGES = {1: "'zero2'", 2: "'zero2'", 3: "'fsdp'"}
+_ZERO = {f"zero{dash}{stage}": meant for dash in ("", "-", "_") for stage, meant in _STAGES.items()}
+_OTHER_NAMES = {"auto": "'auto'", "none": "None", "fsdp2": "'fsdp'", **_ZERO}
 
 
 def recipe_named(name: str) -> Recipe:
