@@ -16,7 +16,7 @@ from tests.models import Case
 from tests.spmd.decoders import DECODERS
 from tests.spmd.oracle import compare, plan_ranks, run_on_one_device
 from tests.spmd.oracle import run_on_ranks as run_on_simulated
-from tests.spmd.test_context import BY_HAND, EXCHANGE, GATHER, RING, TOLERANCE, attend, refusal
+from tests.spmd.test_context import EXCHANGE, GATHER, RING, TOLERANCE, attend, refusal
 
 HAND = Options(recipe=None)
 
@@ -109,7 +109,7 @@ def test_alone_it_runs_in_no_other_way(recipe: str, way: str) -> None:
         "attention that the model, or torch, writes out as products is neither passed around nor exchanged; use context(gather)"
     )
     assert refusal(case("dropout"), recipe) == (
-        f"recipe 'context({way})' on axis 'cp': attention cannot be sharded: {why}{BY_HAND}"
+        f"recipe 'context({way})' on axis 'cp': attention cannot be sharded: {why}"
     )
 
 
