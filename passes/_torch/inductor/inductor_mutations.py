@@ -1,8 +1,8 @@
-"""Reads of what a scatter has written, which torch 2.13 may compute before the scatter.
+"""Loops that read what a scatter has written: torch 2.13 may run them before the scatter.
 
-To fuse loops of different shapes on a CPU, Inductor computes anew what a loop reads. Torch 2.13 then forgets that the loop
-reads a tensor after it was written into, and may fuse it with the loop that fills the tensor with zeros: gradients of a maximum
-over windows, or of a nearest upsampling, were zero (https://github.com/pytorch/pytorch/issues/185509). Torch 2.14 does not.
+To fuse loops of different shapes on a CPU, Inductor lists anew what a loop reads. Torch 2.13 then forgets that the loop reads a
+tensor after it was written into, and may fuse it with the loop that fills the tensor with zeros: gradients of a maximum over
+windows, or of a nearest upsampling, were zero (https://github.com/pytorch/pytorch/issues/185509). Torch 2.14 remembers it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _RECOMPUTE = SchedulerNode.recompute_size_and_body
 
 @contextmanager
 def reads_after_scatters() -> Iterator[None]:
-    """Let a loop whose reads are computed anew still come after the writes into the tensors that it reads."""
+    """Let a loop whose reads are listed anew still come after the writes into the tensors that it reads."""
     if release() >= (2, 14):
         yield
         return
