@@ -127,8 +127,8 @@ class ProgramPlanner:
     def batch_axes(self) -> tuple[int, ...] | None:
         """Return the axes that the caller splits the batch over; None: as the recipe says.
 
-        A search does not choose how the caller splits the batch: until there is a plan, the names of the axes decide. A given plan
-        says which axes it was made for.
+        A search does not choose how the caller splits the batch: until there is a plan, the names of the axes decide. A given
+        plan says which axes it was made for.
         """
         if self.options.recipe != AUTO:
             return None
