@@ -523,7 +523,8 @@ stage CAPTURED
 %ones: f32[6] = ones([6])
 %full_like: f32[4, 6] = full_like(%x, 2.5)
 %new_zeros: f32[3, 5] = new_zeros(%x, [3, 5])
-return output("0") %zeros_like, output("1") %ones, output("2") %full_like, output("3") %new_zeros
+%without_memory: f32[3, 6] = _efficientzerotensor([3, 6])
+return output("0") %zeros_like, output("1") %ones, output("2") %full_like, output("3") %new_zeros, output("4") %without_memory
 """
     assert_expected_inline(rewrite(Normalize(), before), """\
 mesh tp=2
@@ -533,7 +534,8 @@ stage CAPTURED
 %full_1: f32[6] = full([6], 1, dtype=f32, device=device(cpu), pin_memory=False)
 %full_2: f32[4, 6] = full([4, 6], 2.5, dtype=f32, device=device(cpu), pin_memory=False)
 %full_3: f32[3, 5] = full([3, 5], 0, dtype=f32, device=device(cpu), pin_memory=False)
-return output("0") %full, output("1") %full_1, output("2") %full_2, output("3") %full_3
+%full_4: f32[3, 6] = full([3, 6], 0, dtype=f32, device=device(cpu), pin_memory=False)
+return output("0") %full, output("1") %full_1, output("2") %full_2, output("3") %full_3, output("4") %full_4
 """)
     assert_same_values(Normalize(), before)
 
