@@ -18,7 +18,7 @@ gc.set_threshold(50_000, 20, 20)  # also while tests are collected, which takes 
 
 
 def pytest_collection_finish() -> None:
-    """Collect garbage rarely, and never walk what was imported and collected: it took 6 % of the CPU."""
+    """Let the garbage collector never walk what was imported and collected: with rare collections, this saves 6 % of the CPU."""
     gc.collect()
     gc.freeze()
 

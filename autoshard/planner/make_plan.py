@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 from torch.fx import GraphModule
 
@@ -289,17 +290,24 @@ def _planned(problem: Problem, folded: Folded, decision: Decision, lowered: Lowe
         repeats=lowered.repeats,
         edges=lowered.edges,
         recomputation=decision.recomputation,
-        pads=problem.pads,
-        padded_axes=tuple(problem.mesh.names[axis] for axis in problem.padded_axes),
-        compute_axes=tuple(problem.mesh.names[axis] for axis in problem.compute_axes),
-        batch_axes=_batch_axes(problem),
+        **_paddings(problem),
         **facts,
     )
     return Planned(plan, problem.captured, lowered.graph, timer.seconds)
 
 
-def _batch_axes(problem: Problem) -> tuple[str, ...] | None:
-    return None if problem.batch_axes is None else tuple(problem.mesh.names[axis] for axis in problem.batch_axes)
+def _paddings(problem: Problem) -> dict[str, Any]:
+    """Return what a plan says of how its problem is padded, and of how the caller splits the batch."""
+
+    def named(axes: Iterable[int]) -> tuple[str, ...]:
+        return tuple(problem.mesh.names[axis] for axis in axes)
+
+    return {
+        "pads": problem.pads,
+        "padded_axes": named(problem.padded_axes),
+        "compute_axes": named(problem.compute_axes),
+        "batch_axes": None if problem.batch_axes is None else named(problem.batch_axes),
+    }
 
 
 def _dump(problem: Problem, folded: Folded, decision: Decision, dump: GraphDump) -> None:
@@ -337,10 +345,7 @@ def _assembled(problem: Problem, captured: str, evaluation: Evaluation, decision
         repeats=folded.repeats.runs,
         edges=evaluation.edges,
         recomputation=evaluation.recomputation,
-        pads=problem.pads,
-        padded_axes=tuple(problem.mesh.names[axis] for axis in problem.padded_axes),
-        compute_axes=tuple(problem.mesh.names[axis] for axis in problem.compute_axes),
-        batch_axes=_batch_axes(problem),
+        **_paddings(problem),
     )
 
 

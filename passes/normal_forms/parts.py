@@ -94,6 +94,6 @@ REWRITES: dict[Any, Callable[[At], bool]] = {
     aten.zeros.default: _full(0),
     aten.ones.default: _full(1),
     aten.new_zeros.default: _full(0),
-    aten._efficientzerotensor.default: _full(0),  # a gradient of `sgn`: without memory, into which Inductor would write later
+    aten._efficientzerotensor.default: _full(0),  # a gradient of `sgn`, without memory: Inductor may write into it
     aten.new_ones.default: _full(1),
 }

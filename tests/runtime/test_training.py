@@ -195,6 +195,7 @@ def test_ranks_make_one_graph_whatever_the_order_of_sets(fresh: list[tuple[int, 
 
 
 REFUSED = {"Adafactor", "Rprop"}  # by DTensor, of torch 2.13, as the README says
+WHOLE = "Adafactor, of parameters that are not sharded"  # which the docs say trains
 SPARSE = {"SparseAdam"}  # of sparse gradients only
 
 
@@ -208,11 +209,12 @@ def optimizers() -> dict[str, type[torch.optim.Optimizer]]:
 def _optimized(rank: int) -> dict[str, float]:
     """Return how far three steps of each optimizer are from those on one device; infinity where it raises."""
     found = {}
-    for name, kind in optimizers().items():
+    sharded = [(name, kind, "fsdp") for name, kind in optimizers().items()]
+    for name, kind, recipe in [*sharded, (WHOLE, torch.optim.Adafactor, "ddp")]:
         torch.manual_seed(0)
         plain, x = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Tanh(), nn.Linear(8, 4, bias=False)), torch.randn(8, 6)
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-        model: Any = autoshard(plain, mesh, (x,), options=Options(recipe="fsdp", compile="eager"))
+        model: Any = autoshard(plain, mesh, (x,), options=Options(recipe=recipe, compile="eager"))
         try:
             for trained, given in ((plain, (x,)), (model, model.shard(x))):
                 _three_steps(trained, given, kind)

@@ -69,7 +69,7 @@ def shard_sequences(site: Site, way: str | None = None, *, recipe: str = "contex
     if not found and (refused or not _is_by_hand(site)):
         axis = site.mesh.names[site.axis]
         name = recipe if way is None else _with_way(recipe, way)
-        by_hand = "" if refused else _how_by_hand(site)  # with what is refused, it would be again
+        by_hand = "" if refused else _how_by_hand(site)  # inputs that are sharded by hand do not change what is refused
         raise RecipeError(f"recipe {name!r} on axis {axis!r}: {_why_nothing(site, way, refused, recipe)}{by_hand}")
     _add_alike(site, found)
     places = {value: Decision(placement, "context: sequence") for value, placement in found.items()}
@@ -176,7 +176,7 @@ def _why_nothing(site: Site, way: str | None, refused: list[tuple[Node, str]], r
 
 
 def _how_by_hand(site: Site) -> str:
-    """Return a text that says how inputs are sharded by hand, for one that may have positions; empty if there is none."""
+    """Return a text that says how the first input of several dims is sharded by hand; empty if there is none."""
     inputs = placeholders(site.gm.graph, InputRole.INPUT)
     names = [input_of(node).name for node in inputs if tensor_of(node).dim() > 1]
     axis = site.mesh.names[site.axis]
