@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import signal
@@ -109,6 +110,46 @@ def test_ranks_that_make_different_calls_all_say_which() -> None:
         f"{begins} autoshard(...) of Net (model 3) with recipe 'ddp', rank 1 makes autoshard(...) of Net (model 3) with recipe "
         f"'fsdp'{ADVICE}",
     ]
+    assert first == second
+
+
+def _other_writes(rank: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    found = []
+    for change in ("step", "load"):
+        model, parts = sharded(mesh)
+        with torch.no_grad():
+            for parameter in model.parameters() if rank else ():
+                parameter.mul_(1.0)  # before the first step, values are compared instead
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model(*parts).sum().backward()
+        optimizer.step()
+        copied = copy.deepcopy(model)
+        copied(*parts)
+        loaded = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
+        if rank == 0:
+            optimizer.step() if change == "step" else model.load_state_dict(loaded)
+        found.append(error_of(lambda: model(*parts)))  # noqa: B023
+        found.append(error_of(lambda: copy.deepcopy(model)(*parts)))  # noqa: B023
+        found.append(error_of(lambda: copied(*parts)))  # noqa: B023
+    return found
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_a_rank_that_alone_steps_or_loads_a_checkpoint_is_an_error() -> None:
+    first, second = run_on_ranks(_other_writes, 2)
+
+    def told(model: str, call: str) -> str:
+        made = f"makes forward call 2 of {model} (training, with gradients) with writes to parameters"
+        return (
+            f"DistributedError: ranks make different calls: rank 0 {made} 8 ({call}), rank 1 {made} 4 ({call}); step the "
+            "optimizer, load a checkpoint and change parameters on every rank"
+        )
+
+    calls = ("training, global x: float32[8, 4]", "x: float32[4, 4]")  # of the model, and of a copy of it
+    of_first, of_second = ([told(model, call) for call in calls] for model in ("Net", "Net (model 2)"))
+    assert first == [*of_first, "nothing", *of_second, "nothing"]
     assert first == second
 
 

@@ -62,6 +62,7 @@ class ModelStates:
     outside: OutsideValues = field(default_factory=OutsideValues)
     unseen: tuple[str, ...] = ()  # attributes that hold more than `OBJECTS_MAX` objects
     _parameters: tuple[nn.Parameter, ...] = ()
+    _writes_before: int = 0  # to parameters, when ranks compared their values
     _unchanged: Callable[[], bool] = lambda: False
     _alike: Callable[[], bool] = lambda: False
     _handles: int = -1
@@ -108,6 +109,14 @@ class ModelStates:
         self.training = tuple(module.training for module in model.modules())
         self.unseen = found.unseen
         return found.entries | self.outside.describe()
+
+    def writes(self) -> int:
+        """Return how often parameters were changed in place since ranks compared their values: equally often on all ranks."""
+        return sum(one._version for one in self._parameters if not one.is_inference()) - self._writes_before
+
+    def values_agree(self, *, writes: int = 0) -> None:
+        """Note that ranks have the same values of parameters, but for as many `writes` since."""
+        self._writes_before += self.writes() - writes
 
     def forget(self) -> None:
         """Describe the model again at the next call."""

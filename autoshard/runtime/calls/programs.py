@@ -38,7 +38,7 @@ from autoshard.runtime.global_call import Splits, batch_of, tensors_of
 from autoshard.runtime.parameters import Place, lay_out
 from autoshard.runtime.process_groups import MeshGroups
 from autoshard.runtime.shared_plan import Decided, plan_together
-from autoshard.runtime.watch.call_watch import SharedCall
+from autoshard.runtime.watch.call_watch import WRITES, SharedCall
 from autoshard.runtime.whole_tensor import WholeTensor, replicated_tensor
 from passes._torch import local_of_dtensor
 from passes.errors import InputError, UserError
@@ -163,6 +163,7 @@ class RuntimeState:
         states = ModelStates(self.states.names, self.states.stored, given_forward=copied.__dict__.get("forward"))
         states.outside.add(self.states.outside.reads.values())
         states.update(copied, self.kind)
+        states.values_agree(writes=self.states.writes())
         programs = [
             replace(
                 program,
@@ -219,7 +220,8 @@ def shared_call(model: nn.Module, state: RuntimeState, found: Found) -> SharedCa
     program = "to be made" if found.program is None else str(state.programs.index(found.program) + 1)
     described = format_call(found.call) if found.program is None else found.program.call
     words = f"{'training' if model.training else 'evaluation'}, {'with' if found.mode[0] else 'without'} gradients"
-    traits = (("program", program), *_flags(state.states.training, state.states.trained))
+    writes = (WRITES, str(state.states.writes() if state.step else 0))
+    traits = (("program", program), *_flags(state.states.training, state.states.trained), writes)
     return SharedCall(f"forward call {state.step + 1}", words, traits, described)
 
 
@@ -441,6 +443,7 @@ def _agree_on_values(model: nn.Module, state: RuntimeState, execution: Execution
         if not tensor.is_meta and tensor.layout == torch.strided
     ]
     check_equal_values(state.groups, given)
+    state.states.values_agree()
 
 
 def _distributed(model: nn.Module) -> list[tuple[str, DTensor]]:

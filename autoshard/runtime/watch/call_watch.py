@@ -27,6 +27,8 @@ T = TypeVar("T")
 
 INTERRUPTIBLE = timedelta(seconds=1)  # time after which a waiting rank looks whether it was interrupted
 
+WRITES = "writes to parameters"  # the trait of a call: how often they were changed in place
+
 
 @dataclass(frozen=True)
 class SharedCall:
@@ -153,10 +155,11 @@ class Watch:
         other = next(place for place, one in enumerate(calls) if one != calls[0])
         (model, first), (other_model, second) = calls[0], calls[other]
         texts = first.text(model), second.text(other_model)
+        advice = next((one.advice for one in (first, second) if one.advice != SharedCall.advice), SharedCall.advice)
         if texts[0] == texts[1]:
             names = [name for name in dict([*first.traits, *second.traits]) if first.trait(name) != second.trait(name)]
             texts = (f"{texts[0]} with {first.traits_text(names)}", f"{texts[1]} with {second.traits_text(names)}")
-        advice = next((one.advice for one in (first, second) if one.advice != SharedCall.advice), SharedCall.advice)
+            advice = "step the optimizer, load a checkpoint and change parameters on every rank" if names == [WRITES] else advice
         raise DistributedError(
             f"ranks make different calls: rank {self._ranks[0]} makes {texts[0]}, rank {self._ranks[other]} makes "
             f"{texts[1]}; {advice}"
