@@ -126,7 +126,7 @@ def _other_writes(rank: int) -> list[str]:
         optimizer.step()
         copied = copy.deepcopy(model)
         copied(*parts)
-        loaded = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
+        loaded = {name: value.full_tensor() for name, value in model.state_dict().items()}
         if rank == 0:
             optimizer.step() if change == "step" else model.load_state_dict(loaded)
         found.append(error_of(lambda: model(*parts)))  # noqa: B023
