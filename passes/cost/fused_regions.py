@@ -287,16 +287,16 @@ def _is_shared_place(node: Node) -> bool:
 
     In a kernel with one of them they would make kernels of the others, which may belong to distant layers.
     """
-    return is_inlined_place(node) and len(list(_readers(node))) > 1
+    return len(list(_readers(node))) > 1 and is_inlined_place(node)
 
 
 def is_inlined_place(node: Node) -> bool:
     """Return whether a node computes indices, or what follows from them, that all kernels which read them compute again: they
     are never in memory.
     """
-    if not is_generated(node) or not _is_place(node) or is_reduction(node.target) or is_random(node):
+    if not is_generated(node) or is_reduction(node.target) or is_random(node):
         return False
-    return all(reader.op != "output" and is_generated(reader) for reader in _readers(node))
+    return all(reader.op != "output" and is_generated(reader) for reader in _readers(node)) and _is_place(node)
 
 
 def _is_place(node: Node) -> bool:

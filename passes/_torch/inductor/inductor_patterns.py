@@ -2,8 +2,8 @@
 patterns.
 
 A pattern is a tree of calls; it cannot match a graph that lacks one of them. Patterns wait for such a call, all that lack
-the same together, as replacements may add it. Patterns that pad matrix products are for GPUs only, and skipped for graphs on
-CPU.
+the same together, as replacements may add it. Of the others, most fail at what makes an operand of a node, which is asked first.
+Patterns that pad matrix products are for GPUs only, and skipped for graphs on CPU.
 
 Patterns that torch has traced ahead leave out all sizes and dims: they match `softmax(dim=-2)` as they match
 `softmax(dim=-1)`. So each match is checked with the pattern traced anew for the shapes of the graph, as torch checks
@@ -27,13 +27,15 @@ import torch
 from torch._inductor.fx_passes.pad_mm import should_pad_addmm, should_pad_bmm, should_pad_mm
 from torch._inductor.pattern_matcher import (
     CallFunction,
+    FailedMatch,
+    Match,
     MultiOutputPattern,
     PatternEntry,
     PatternExpr,
     PatternMatcherPass,
     ReplacementPatternEntry,
 )
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from passes._torch.patches import replaced
 
@@ -85,7 +87,7 @@ class _Possible(dict[Any, Any]):
     def __getitem__(self, key: Any) -> Iterator[PatternEntry]:
         if key not in self._met:
             entries = (entry for entry in super().__getitem__(key) if self._is_padded or not _is_padding(entry.extra_check))
-            self._met[key] = _Entries(tuple(map(_exact, entries)), self._table)
+            self._met[key] = _Entries(tuple(entries), self._table)
         return self._met[key].possible()
 
 
@@ -93,7 +95,8 @@ class _Entries:
     """The entries for one kind of node: those that a graph had all calls of, and those that wait for a call."""
 
     def __init__(self, entries: tuple[PatternEntry, ...], table: Mapping[Any, Any]) -> None:
-        self._entries, self._table = entries, table
+        self._entries, self._table = tuple(map(_exact, entries)), table
+        self._calls = [_called(entry.pattern) for entry in entries]
         self._ready: list[int] = []  # numbers of entries, in order
         self._waiting: dict[_Keys, list[int]] = {}
         for number in range(len(entries)):
@@ -114,7 +117,7 @@ class _Entries:
 
     def _sort_in(self, number: int) -> None:
         """Put an entry with those that are ready, or with those that wait for the same call."""
-        lacking = next((keys for keys in _called(self._entries[number].pattern) if not self._is_there(keys)), None)
+        lacking = next((keys for keys in self._calls[number] if not self._is_there(keys)), None)
         if lacking is None:
             bisect.insort(self._ready, number)
         else:
@@ -137,12 +140,29 @@ def _is_padding(check: Callable[..., Any]) -> bool:
 
 
 def _exact(entry: PatternEntry) -> PatternEntry:
-    """Return an entry whose check does not use the pattern that was traced ahead."""
+    """Return an entry whose check does not use the pattern that was traced ahead, and that fails fast."""
     if not isinstance(entry, ReplacementPatternEntry):
         return entry
     exact = copy.copy(entry)
+    if isinstance(entry.pattern, CallFunction):
+        vars(exact)["pattern"] = _Operands(entry.pattern)
     exact.extra_check = _without_traced_ahead(entry.extra_check)
     return exact
+
+
+class _Operands:
+    """A pattern of a call that fails, before torch compares the whole tree, where another call makes one of the operands."""
+
+    def __init__(self, pattern: CallFunction) -> None:
+        self._pattern = pattern
+        self._makers = [(at, tuple(one.fns)) for at, one in enumerate(pattern.args) if isinstance(one, CallFunction)]
+
+    def match(self, node: Node) -> Match | FailedMatch:
+        args = node.args
+        for at, targets in self._makers:
+            if at >= len(args) or getattr(args[at], "target", None) not in targets:
+                return FailedMatch("operand {} of {}", at, node)
+        return self._pattern.match(node)
 
 
 @cache
