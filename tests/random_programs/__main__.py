@@ -1,6 +1,7 @@
 """Try random programs, and cut down those that fail.
 
     python -m tests.random_programs run --programs 10000 --seed 0 --results FILE   # goes on where the file ends
+    python -m tests.random_programs run --compiled       # on one rank, by Inductor; show and shrink take it, too
     python -m tests.random_programs show SEED ...       # the programs of seeds, and how they end
     python -m tests.random_programs shrink SEED ...     # the least that fails in the same way
     python -m tests.random_programs summary FILE
@@ -35,7 +36,7 @@ def main() -> int:
             return _run(given)
         case "show" | "shrink":
             for seed in given.seeds:
-                _show(seed, smaller=given.command == "shrink")
+                _show(seed, smaller=given.command == "shrink", compiled=given.compiled)
         case "summary":
             print(summary(read(given.results)))
         case "table":
@@ -51,7 +52,7 @@ def _run(given: argparse.Namespace) -> int:
     seeds = [seed for seed in range(given.seed, given.seed + given.programs) if seed not in done]
     started = time.monotonic()
     with given.results.open("a", encoding="utf-8") as file:
-        for count, (seed, case, outcome, seconds) in enumerate(evaluate_seeds(seeds, given.workers), 1):
+        for count, (seed, case, outcome, seconds) in enumerate(evaluate_seeds(seeds, given.workers, compiled=given.compiled), 1):
             file.write(json.dumps(result_of(seed, case, outcome, seconds)) + "\n")
             file.flush()
             if outcome.kind not in GOOD:
@@ -63,8 +64,8 @@ def _run(given: argparse.Namespace) -> int:
     return int(any(result["kind"] not in GOOD for result in found))
 
 
-def _show(seed: int, *, smaller: bool) -> None:
-    case, worker = draw(seed), Worker()
+def _show(seed: int, *, smaller: bool, compiled: bool) -> None:
+    case, worker = draw(seed, compiled=compiled), Worker()
     try:
         outcome = _outcome(worker, case)
         if smaller and outcome.kind not in GOOD:
@@ -91,8 +92,10 @@ def _arguments() -> argparse.Namespace:
     run.add_argument("--seed", type=int, default=0, help="of the first program; the next ones follow it")
     run.add_argument("--results", type=Path, default=Path("fuzz.jsonl"))
     run.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes")
-    for name in ("show", "shrink"):
-        commands.add_parser(name).add_argument("seeds", type=int, nargs="+")
+    for one in (run, commands.add_parser("show"), commands.add_parser("shrink")):
+        one.add_argument("--compiled", action="store_true", help="draw programs for one rank, and compile them by Inductor")
+        if one is not run:
+            one.add_argument("seeds", type=int, nargs="+")
     commands.add_parser("summary").add_argument("results", type=Path)
     table = commands.add_parser("table")
     table.add_argument("results", type=Path)

@@ -10,9 +10,19 @@ from typing import Any
 import torch
 
 from autoshard.debug.simulated_ranks import Call, run_on_one_device
-from tests.random_programs.holes import ODD_SIZES, SIZES, Scope, Unfit, evaluate, is_fit
+from tests.random_programs.holes import (
+    LARGE_SIZES,
+    LARGEST,
+    LARGEST_COMPILED,
+    ODD_SIZES,
+    SIZES,
+    Scope,
+    Unfit,
+    evaluate,
+    is_fit,
+)
 from tests.random_programs.productions import KINDS
-from tests.random_programs.program import Case, Layer, Program, Setting, default_dtype, execute
+from tests.random_programs.program import ALONE, Case, Layer, Program, Setting, default_dtype, execute
 
 MESHES = (
     *("dp=2", "tp=2", "dp=4", "tp=4", "dp=2,tp=2", "dp=2,tp=2", "tp=2,dp=2", "a=2,b=2,c=2", "dp=2,tp=4", "dp=4,tp=2"),
@@ -24,25 +34,30 @@ DTYPES = ("float64",) * 7 + ("float32",) * 3
 MEMORY = (1.0, 0.9, 0.9, 0.7, 0.7, 0.5, 0.001)  # limits, as parts of the peak without one; the last cannot be met
 LAYERS = 0.3  # chance of a program with layers
 RANKS = 0.06  # chance that a program that gives a loss runs on gloo ranks
+# Of compiled programs, how often a kind is drawn: where Inductor fuses loops around writes and reads.
+OFTEN = {"windows": 4, "writes": 4, "convolutions": 2, "in place": 4, "index": 4, "norms": 2, "random": 0}
+VARIED = 0.3  # chance that a compiled program is varied
 FAILURES = 200  # of drawing a step or program, after which something is wrong here
 Drawn = list[str]  # names of productions
 Axes = Mapping[str, int]  # of a mesh: their sizes
 
 
-def draw(seed: int, *, ranks: bool = True) -> Case:
-    """Return the case of a seed, on simulated ranks alone unless `ranks`."""
+def draw(seed: int, *, ranks: bool = True, compiled: bool = False) -> Case:
+    """Return the case of a seed, on simulated ranks alone unless `ranks`; if `compiled`, one that Inductor's code may fail."""
     random = Random(seed)
     for _ in range(FAILURES):
         names: Drawn = []
-        program = _program(random, names)
-        if program is not None and runs(program):
-            setting = _setting(random, program)
+        program = _program(random, names, compiled=compiled)
+        if program is not None and runs(program, largest=LARGEST_COMPILED if compiled else LARGEST):
+            if compiled and draws_numbers(program):
+                continue
+            setting = _compiled(random) if compiled else _setting(random, program)
             return Case(program, setting if ranks else replace(setting, ranks=None), tuple(dict.fromkeys(names)))
     raise AssertionError(f"seed {seed}: no program could be drawn")
 
 
-def runs(program: Program) -> bool:
-    """Return whether a program runs on one device, with numbers that are no larger than rounding allows."""
+def runs(program: Program, *, largest: float = LARGEST) -> bool:
+    """Return whether a program runs on one device, with no more numbers, and no larger ones, than is_fit allows."""
     try:
         model, args = program.make()
         with default_dtype(program.dtype):
@@ -50,15 +65,17 @@ def runs(program: Program) -> bool:
     except Exception:  # whatever torch refuses
         return False
     found = (*step.outputs.values(), *step.gradients.values(), *step.buffers.values())
-    return bool(step.outputs) and all(is_fit(value) for value in found if value.numel())
+    return bool(step.outputs) and all(is_fit(value, largest) for value in found if value.numel())
 
 
-def _program(random: Random, names: Drawn) -> Program | None:
+def _program(random: Random, names: Drawn, *, compiled: bool) -> Program | None:
     sizes = tuple(random.sample(SIZES, 3)) + ((random.choice(ODD_SIZES),) if random.random() < 0.4 else ())
+    if compiled and random.random() < 0.5:
+        sizes = (sizes[0], *random.sample(LARGE_SIZES, 2))
     dtype = random.choice(DTYPES)
     with default_dtype(dtype), torch.random.fork_rng():
         torch.manual_seed(0)
-        scope = Scope(random, sizes)
+        scope = Scope(random, sizes, often=OFTEN if compiled else {}, largest=LARGEST_COMPILED if compiled else LARGEST)
         shape = [random.choice(sizes) for _ in range(random.choice([1, 2, 2, 3, 3, 3, 4]))]
         shape[0] = 8 if random.random() < 0.6 else shape[0]  # the batch, which recipes split
         scope.inputs["a0"] = f"torch.randn({', '.join(map(str, shape))})"
@@ -83,7 +100,8 @@ def _program(random: Random, names: Drawn) -> Program | None:
 def _step(scope: Scope, names: Drawn) -> bool:
     for _ in range(FAILURES):
         kinds = [productions for _, productions in KINDS.values()]
-        kind = scope.random.choices(kinds, [weight for weight, _ in KINDS.values()])[0]
+        weights = [scope.often.get(name, weight) for name, (weight, _) in KINDS.items()]
+        kind = scope.random.choices(kinds, weights)[0]
         name = scope.random.choice([*kind])
         try:
             scope.add(kind[name])
@@ -100,7 +118,7 @@ def _layer(scope: Scope, names: Drawn) -> Layer | None:
     h = [name for name, tensor in whole.items() if tensor.dim() >= 2]
     if not h:
         return None
-    inner = Scope(scope.random, scope.sizes, {"h": whole[h[-1]]}, takes_inputs=False)
+    inner = Scope(scope.random, scope.sizes, {"h": whole[h[-1]]}, takes_inputs=False, often=scope.often, largest=scope.largest)
     for _ in range(scope.random.randint(1, 3)):
         _step(inner, names)
     last, tensor = [*inner.values.items()][-1]
@@ -156,6 +174,11 @@ def draws_numbers(program: Program) -> bool:
     """Return whether a program draws random numbers, which differ between the ranks and one device."""
     text = "\n".join((*program.lines, *(program.layer.lines if program.layer else ())))
     return any(word in text for word in ("dropout", "rand", "bernoulli"))
+
+
+def _compiled(random: Random) -> Setting:
+    training = random.random() < 0.9
+    return Setting("dp=1", None, "fsdp", training, ranks=ALONE, varied=training and random.random() < VARIED)
 
 
 def _setting(random: Random, program: Program) -> Setting:

@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autoshard import Mesh, Options, Overlap, check, plan
 from autoshard.debug.simulated_ranks import Call, run_on_one_device
 from passes.errors import MemoryLimitError, UserError
-from tests.random_programs.program import Case, Setting, default_dtype
-from tests.random_programs.ranks import differences_on_ranks
+from tests.random_programs.program import ALONE, Case, Setting, default_dtype
+from tests.random_programs.ranks import differences_alone, differences_on_ranks
 
 EQUAL, REFUSED, WRONG, ALARM, INTERNAL, TIMEOUT = "equal", "refused", "wrong", "false alarm", "internal", "timeout"
 KINDS = (EQUAL, REFUSED, WRONG, ALARM, INTERNAL, TIMEOUT)
@@ -79,6 +79,8 @@ def _evaluated(case: Case, ops: _Ops) -> Outcome:
     (model, args), setting = case.program.make(), case.setting
     with torch.random.fork_rng():
         run_on_one_device(Call(model, args, {}), training=setting.training, inside=ops)
+    if setting.ranks == ALONE:
+        return _alone(case)
     more: dict[str, Any] = {"hardware": None} if setting.hardware is None else {}
     with torch.set_grad_enabled(setting.training):
         if setting.memory is not None and setting.hardware is not None:
@@ -108,6 +110,16 @@ def _checked(model: nn.Module, args: tuple[Any, ...], setting: Setting, options:
         return Outcome(WRONG, f"results of {found.first.op if found.first else 'capture'}", str(found))
     assert found.first is not None
     return Outcome(ALARM, f"values of {found.first.op}", str(found))
+
+
+def _alone(case: Case) -> Outcome:
+    """Compare compiled code with the model on one device, and, where it is wrong, torch's own compiled code with it."""
+    options = options_of(case.setting, progress=False)
+    found = differences_alone(case, options)
+    if not found:
+        return Outcome(EQUAL)
+    whose = "autoshard's alone" if differences_alone(case, None) == [] else "torch.compile's as well"
+    return Outcome(WRONG, f"compiled code, {whose}", "\n".join(found))
 
 
 def _judged(case: Case, outcome: Outcome) -> Outcome:

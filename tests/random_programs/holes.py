@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -15,7 +15,9 @@ from tests.random_programs.program import NAMES
 
 SIZES = (4, 8, 16, 2)  # that axes of 2 and 4 ranks divide
 ODD_SIZES = (3, 5, 6, 7, 1, 10)
+LARGE_SIZES = (16, 17, 20, 32, 33, 37)  # of compiled programs: Inductor's loops take 16 numbers at a time
 LARGEST = 2048  # numbers of a value: a program is there for its shapes
+LARGEST_COMPILED = 16 * LARGEST
 MAGNITUDE = 1e4  # of a value: beyond it, rounding is what is seen
 RECENT = 0.6  # chance that a value is the last one that fits; else the one before, ...
 
@@ -36,6 +38,8 @@ class Scope:
     lines: list[str] = field(default_factory=list)
     module: nn.Module = field(default_factory=nn.Module)
     takes_inputs: bool = True
+    often: Mapping[str, float] = field(default_factory=dict)  # kind -> how often it is drawn, where that is not as usual
+    largest: float = LARGEST  # numbers of a value
 
     def add(self, production: str) -> None:
         """Add a step. Raises Unfit, or what torch raises, where it does not apply; the scope is then as before."""
@@ -48,7 +52,7 @@ class Scope:
         names = {**NAMES, **values, "self": self.module}
         exec(line, names)
         made = {name: names[name] for name in re.findall(r"\bv\d+\b", line) if name in names and name not in values}
-        if not made or not all(map(is_fit, made.values())):
+        if not made or not all(is_fit(value, self.largest) for value in made.values()):
             raise Unfit("no value, or one that is too large")
         self.values = {**values, **made}
         self.state |= holes.state
@@ -56,9 +60,9 @@ class Scope:
         self.lines.append(line)
 
 
-def is_fit(value: Any) -> bool:
+def is_fit(value: Any, largest: float = LARGEST) -> bool:
     """Return whether a value may be that of a program."""
-    if not isinstance(value, Tensor) or not 0 < value.numel() <= LARGEST or value.dim() > 5:
+    if not isinstance(value, Tensor) or not 0 < value.numel() <= largest or value.dim() > 5:
         return False
     numbers = value.detach().abs() if value.dtype is not torch.bool else value
     return bool(torch.isfinite(numbers).all()) and float(numbers.max()) < MAGNITUDE

@@ -350,6 +350,53 @@ RANDOM = {
     "attention with dropout": "F.scaled_dot_product_attention({q}, {k1}, {k2}, dropout_p=0.2)",
     "dropout of channels": "F.dropout1d({t3}, 0.3)",
 }
+# Of compiled programs alone: the backward of most adds up numbers by a scatter, around which Inductor must not fuse loops.
+WINDOWS = {
+    "max_pool of windows that overlap": "F.max_pool2d({image}, 3, 1, 1)",
+    "max_pool strided": "F.max_pool2d({image}, 3, 2, 1)",
+    "max_pool dilated": "F.max_pool2d({image}, 2, 1, dilation=2)",
+    "max_pool1d": "F.max_pool1d({t3}, 3, 2, 1)",
+    "max_pool of some": "torch.where({image} > {c}, {image}, F.max_pool2d({image}, 3, 1, 1))",
+    "max_pool and its positions": "{new}, w = F.max_pool2d({image}, 2, return_indices=True)\n{new} = {new} + w / {image.numel}",
+    "max_unpool": "F.max_unpool2d(*F.max_pool2d({image2}, 2, return_indices=True), 2)",
+    "adaptive_max_pool": "F.adaptive_max_pool2d({image}, 2)",
+    "adaptive_max_pool of 3": "F.adaptive_max_pool1d({t3}, 3)",
+    "adaptive_avg_pool of 3": "F.adaptive_avg_pool2d({image}, 3)",
+    "avg_pool padded": "F.avg_pool2d({image}, 3, 1, 1, count_include_pad=False)",
+    "avg_pool strided": "F.avg_pool2d({image}, 3, 2, 1)",
+    "lp_pool": "F.lp_pool2d({image}.abs() + 0.1, 2, 2)",
+    "upsampled": "F.interpolate({image}, scale_factor=2)",
+    "upsampled to": "F.interpolate({image}, size=(5, 7))",
+    "upsampled exactly": "F.interpolate({image}, size=(5, 6), mode='nearest-exact')",
+    "upsampled area": "F.interpolate({image}, size=(3, 3), mode='area')",
+    "upsampled linear": "F.interpolate({t3}, size=5, mode='linear')",
+    "upsampled bicubic": "F.interpolate({image}, size=(5, 6), mode='bicubic', align_corners=True)",
+    "grid_sample": "F.grid_sample({image}, torch.linspace(-1, 1, 18, dtype={image}.dtype).view(1, 3, 3, 2)"
+    ".expand({image.shape[0]}, -1, -1, -1), align_corners=False)",
+    "fold": "F.fold(F.unfold({image}, 2), ({image.shape[2]}, {image.shape[3]}), 2)",
+    "pad images by copies": "F.pad({image}, (1, 1, 1, 0), mode='replicate')",
+    "pad images around": "F.pad({image}, (1, 0, 1, 1), mode='circular')",
+    "conv_transpose2d": "F.conv_transpose2d({image}, {param:{image.shape[1]},{n},3,3}, stride=2, padding=1)",
+    "conv and norm": "F.relu({module:nn.BatchNorm2d({n})}(F.conv2d({image}, {param:{n},{image.shape[1]},3,3}, padding=1)))",
+}
+WRITES = {
+    "a sum before a write": "{new} = {x} * 1\nw = {new}.sum(0)\n{new}[{rows}] += {c}\n{new} = {new} + w",
+    "a write between reads": "{new} = {x} * 1\nw = {new}.tanh()\n{new}.mul_({c})\n{new} = {new} * w",
+    "rows added twice": "{new} = {x} * 1\n{new}.index_add_(0, torch.arange({x.shape[0]}) // 2, {same})\n"
+    "{new}.index_add_(0, torch.arange({x.shape[0]}) // 3, {new} * 1)",
+    "rows from themselves": "{new} = {x} * 1\n{new}[torch.arange({x.shape[0]}).flip(0)] = {new} * {c}",
+    "accumulate columns": "{new} = torch.zeros_like({m})\n"
+    "{new}.index_put_((torch.arange({m.shape[0]})[:, None], {m}.argsort(1) // 2), {m} * {c}, accumulate=True)\n"
+    "{new} = {new} * {m}",
+    "scatter_add_ and read": "{new} = {x} * 1\n{new}.scatter_add_({dim}, {x}.argsort({dim}) // 2, {x}.sin())\n"
+    "{new} = {new} * {x}",
+    "a transposed view written": "{new} = {x2} * 1\n{new}.transpose({dim}, {odim}).mul_(2).add_(1)\n{new} = {new} + {x2}",
+    "a slice from another": "{new} = {x} * 1\n{new}[..., 1:] = {new}[..., :-1].clone()\n{new} = {new} * {x}",
+    "diagonal written": "{new} = {x2} * 1\n{new}.diagonal(0, -2, -1).fill_({c})\n{new} = {new}.cumsum({dim})",
+    "many slices written": "{new} = torch.empty_like({x})\nfor w in range({x.last}):\n"
+    "    {new}[..., w] = {x}[..., w] * w + ({new}[..., w - 1] if w else 0)",
+    "gathered again": "{x}[torch.arange({x.shape[0]}) // 2] + {x}[torch.arange({x.shape[0]}).flip(0)]",
+}
 # Kind -> productions, and how often a kind is drawn; a kind's productions are drawn alike.
 KINDS: dict[str, tuple[float, dict[str, str]]] = {
     "pointwise": (4, POINTWISE),
@@ -365,6 +412,8 @@ KINDS: dict[str, tuple[float, dict[str, str]]] = {
     "complex": (0.7, COMPLEX),
     "losses": (1, LOSSES),
     "random": (0.3, RANDOM),
+    "windows": (0, WINDOWS),
+    "writes": (0, WRITES),
 }
 PRODUCTIONS = {name: line for _, kind in KINDS.values() for name, line in kind.items()}
 assert len(PRODUCTIONS) == sum(len(kind) for _, kind in KINDS.values()), "two productions share a name"

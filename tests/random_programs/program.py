@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 SEED = 5  # of the numbers of a model and its arguments
 NAMES: dict[str, Any] = {"torch": torch, "nn": nn, "F": F, "math": math, "checkpoint": checkpoint}
+ALONE = "alone"
 _number = itertools.count()
 
 
@@ -72,7 +73,8 @@ class Setting:
     training: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)  # of `Options`, as JSON
     memory: float | None = None  # a limit, as a share of the peak of the plan without one
-    ranks: str | None = None  # "eager" or "inductor": run on gloo ranks as well
+    ranks: str | None = None  # "eager" or "inductor": run on gloo ranks as well; ALONE: compiled, in this process, instead
+    varied: bool = False  # ALONE: a call of another batch size and one in evaluation mode come between the steps
 
 
 @dataclass(frozen=True)

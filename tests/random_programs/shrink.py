@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from tests.random_programs.draw import runs
-from tests.random_programs.program import Case, Layer, Program, Setting
+from tests.random_programs.program import ALONE, Case, Layer, Program, Setting
 
 NAME = re.compile(r"\b(?:v\d+|h)\b")
 
@@ -16,7 +17,7 @@ def shrunk(case: Case, fails: Callable[[Case], bool]) -> Case:
     """Return the smallest case that still fails: no single cut of it does."""
     while True:
         for smaller in cuts(case):
-            if runs(smaller.program) and fails(smaller):
+            if runs(smaller.program, largest=math.inf) and fails(smaller):
                 case = smaller
                 break
         else:
@@ -48,6 +49,10 @@ def _settings(setting: Setting) -> Iterator[Setting]:
     for axis, recipe in setting.recipe.items() if isinstance(setting.recipe, dict) else ():
         if recipe is not None:
             yield replace(setting, recipe={**setting.recipe, axis: None})
+    if setting.ranks == ALONE:
+        if setting.varied:
+            yield replace(setting, varied=False)
+        return
     for change in ({"memory": None}, {"training": False}, {"ranks": None}, {"hardware": "auto"}, {"hardware": "h100"}):
         if replace(setting, **change) != setting and (change.get("hardware") != "h100" or setting.hardware != "auto"):
             yield replace(setting, **change)

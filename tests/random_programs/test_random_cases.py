@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from random import Random
 
 import pytest
 import torch
 
+from passes._torch.supported import release
 from tests.random_programs.draw import draw, runs
 from tests.random_programs.evaluate import EQUAL, GOOD, REFUSED, Outcome, evaluate
 from tests.random_programs.found import FOUND
 from tests.random_programs.holes import SIZES, Scope
 from tests.random_programs.parts import CLOSING, OPENING, Parts, write_table
 from tests.random_programs.productions import PRODUCTIONS
-from tests.random_programs.program import Case, Layer, Program, Setting, default_dtype
+from tests.random_programs.program import ALONE, Case, Layer, Program, Setting, default_dtype
 from tests.random_programs.results import read, result_of, summary
 from tests.random_programs.shrink import shrunk
 
@@ -150,6 +152,23 @@ def test_ranks_are_compared_with_the_model(ranks: str) -> None:
 def test_ranks_train_a_model_without_parameters() -> None:
     program = Program({"a0": "torch.randn(8, 4).requires_grad_()"}, {}, ("v0 = a0.exp()",), "v0.sum()")
     assert evaluate(Case(program, Setting("dp=2", "h100", {"dp": "ddp"}, ranks="eager"))).kind == EQUAL
+
+
+POOLED = Program(
+    {"a0": "torch.randn(1, 4, 6, 7)", "a1": "torch.rand(1, 5, 6, 7) > 0.5"},
+    {"m0": "nn.Conv2d(4, 5, 3, padding=1)"},
+    ("v0 = self.m0(a0)", "v1 = torch.where(a1, v0, F.max_pool2d(v0, 3, 1, 1))"),
+    "v1.sum()",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(release() >= (2, 14), reason="Inductor is right without the correction that the test takes away")
+def test_a_fault_of_compiled_code_is_found_and_said_to_be_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("passes._torch.inductor.compilation.reads_after_scatters", nullcontext)
+    outcome = evaluate(Case(POOLED, Setting("dp=1", None, "fsdp", ranks=ALONE)))
+    assert (outcome.kind, outcome.what) == ("wrong", "compiled code, torch.compile's as well")
+    assert "step 0, gradient m0.bias is off by" in outcome.detail
 
 
 # --- results

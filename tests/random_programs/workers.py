@@ -21,7 +21,8 @@ CASES = 200  # that one process evaluates: captures leave memory behind
 class Worker:
     """A process that evaluates one case after another."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, compiled: bool = False) -> None:
+        self.compiled = compiled  # the cases of seeds
         self.seed: int | None = None  # of the case that it evaluates
         self.count = 0  # of cases that the process was given
         self._start()
@@ -59,15 +60,17 @@ class Worker:
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_work, args=(theirs,))  # no daemon: it starts ranks
+        self.process = context.Process(target=_work, args=(theirs, self.compiled))  # no daemon: it starts ranks
         self.process.start()
         theirs.close()
         self.count, self.deadline = 0, 0.0
 
 
-def evaluate_seeds(seeds: Iterable[int], workers: int) -> Iterator[tuple[int, Case | None, Outcome, float]]:
+def evaluate_seeds(
+    seeds: Iterable[int], workers: int, *, compiled: bool = False
+) -> Iterator[tuple[int, Case | None, Outcome, float]]:
     """Yield the outcomes of the cases of `seeds`, each when it is done."""
-    todo, idle, busy = iter(seeds), [Worker() for _ in range(workers)], list[Worker]()
+    todo, idle, busy = iter(seeds), [Worker(compiled=compiled) for _ in range(workers)], list[Worker]()
     try:
         while True:
             while idle and (seed := next(todo, None)) is not None:
@@ -88,14 +91,14 @@ def evaluate_seeds(seeds: Iterable[int], workers: int) -> Iterator[tuple[int, Ca
             one.stop()
 
 
-def _work(connection: Connection) -> None:
+def _work(connection: Connection, compiled: bool) -> None:
     torch.set_num_threads(1)
     while True:
         try:
             given = connection.recv()
         except EOFError:
             return
-        case = draw(given) if isinstance(given, int) else given
+        case = draw(given, compiled=compiled) if isinstance(given, int) else given
         started = time.process_time()
         outcome = evaluate(case)
         connection.send((case, outcome, time.process_time() - started))
