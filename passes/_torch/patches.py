@@ -13,6 +13,7 @@ For a block of code, in the thread that runs it (`replaced`); other threads use 
 | `torch._C._get_mkldnn_enabled` | forward and backward are traced | oneDNN's LSTM cannot be sharded | joint.py |
 | `ConstantFolder.node_to_last_non_output_use` | constants are folded | torch's is the slowest part | inductor/compilation.py |
 | `SchedulerNode.recompute_size_and_body` (2.13) | a graph is compiled | reads follow writes | inductor/inductor_mutations.py |
+| `CppKernelProxy.aggregate_reduction_buffers` | a graph is compiled | tails have fewer results | inductor/inductor_tails.py |
 | `PatternMatcherPass.apply` | patterns are matched | false matches are left out | inductor/inductor_patterns.py |
 | `IgnoredFunctionVariable.call_function` and | a call is traced | what the model prints is left out | dynamo/module_trace.py |
 | `LoggingLoggerVariable.call_method` | | | |

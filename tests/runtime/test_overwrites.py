@@ -7,13 +7,14 @@ from copy import deepcopy
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from autoshard import Options, autoshard
 from autoshard.compile.compiled import compile_split, split_program
 from passes.ir.text import parse_graph
+from tests.spawn import run_on_ranks
 
 PERMUTED = """
 mesh dp=2
@@ -62,3 +63,33 @@ def test_a_gradient_is_read_after_a_scatter_wrote_it(one_rank: DeviceMesh) -> No
         gradient = sharded.get_parameter(name).grad
         assert isinstance(gradient, DTensor) and expected.grad is not None
         torch.testing.assert_close(gradient.full_tensor(), expected.grad)
+
+
+class Products(nn.Module):
+    """Multiplies images whose channels come last by vectors: sums along one dim of what is read along another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.permute(0, 3, 1, 2)
+        v = x * (torch.erf(x * self.scale) + 1)
+        vectors, images = F.pad(v.permute(3, 2, 1, 0), (0, 0, 0, 14), value=0.5), F.pad(v, (0, 0, 0, 0, 0, 14), value=0.5)
+        return torch.matmul(images, vectors)
+
+
+def _error_of_products(rank: int) -> float:
+    torch.manual_seed(0)
+    one, x = Products(), torch.randn(1, 18, 18, 4)
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    sharded = autoshard(deepcopy(one), mesh, (x,), options=Options(progress=False))
+    with torch.no_grad():
+        return float((sharded(x) - one(x)).abs().max())
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_the_last_tile_of_a_reduction_writes_as_many_results_as_it_has() -> None:
+    """Inductor wrote 16, over other results and behind the end of the tensor, so that the process may abort."""
+    assert run_on_ranks(_error_of_products, 1)[0] < 1e-4

@@ -25,6 +25,7 @@ from passes._torch.inductor.inductor_overwrites import CopiesBeforeOverwrites
 from passes._torch.inductor.inductor_patterns import possible_patterns
 from passes._torch.inductor.inductor_sends import lower_sends
 from passes._torch.inductor.inductor_settings import order_settings
+from passes._torch.inductor.inductor_tails import tails_of_reductions
 from passes._torch.patches import once, replaced
 from passes._torch.results import InductorCode
 
@@ -109,6 +110,7 @@ def inductor_compile(
         _compiling(inputs),
         inductor_config.patch(options),
         reads_after_scatters(),
+        tails_of_reductions(),
         TracingContext.report_output_strides() as strides,
     ):
         code = compile_fx_inner(

@@ -35,7 +35,7 @@ class CopiesBeforeOverwrites(CustomGraphPass):
 
     def uuid(self) -> str:
         """Return a part of the key of Inductor's cache, which nothing else tells of what this package changes in Inductor."""
-        return "autoshard: copies before overwrites, reads after scatters, 2"
+        return "autoshard: copies before overwrites, reads after scatters, tails of reductions, 3"
 
 
 def _memory(node: Any) -> Any:
