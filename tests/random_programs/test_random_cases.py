@@ -42,8 +42,14 @@ def test_programs_give_the_numbers_of_one_device(first: int) -> None:
         _check(seed)
 
 
-def _check(seed: int) -> None:
-    outcome = evaluate(draw(seed, ranks=False))
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [530029, 530053])  # the second one is varied
+def test_compiled_programs_give_the_numbers_of_one_device(seed: int) -> None:
+    _check(seed, compiled=True)
+
+
+def _check(seed: int, *, compiled: bool = False) -> None:
+    outcome = evaluate(draw(seed, ranks=compiled, compiled=compiled))
     assert outcome.kind in GOOD, f"seed {seed}: {outcome.what}\n{outcome.detail}"
 
 
