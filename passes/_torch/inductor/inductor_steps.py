@@ -1,0 +1,31 @@
+"""Rows of numbers whose step is large: on CPUs, Inductor multiplies steps in 32 bits.
+
+`torch.arange(40) * 10**9` is written as vectors of 64-bit integers from a first number and a step. The C++ compiler takes a
+step that fits into 32 bits for an integer of 32 bits, and its products with 0 to 7 as well, though they may not fit: the
+numbers are others (https://github.com/pytorch/pytorch/issues/175966).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._inductor.codegen.cpp import CppVecKernel
+
+from passes._torch.patches import replaced
+
+_ARANGE = CppVecKernel.arange
+
+
+@contextmanager
+def steps_of_64_bits() -> Iterator[None]:
+    """Let vectors of 64-bit integers be made with steps of 64 bits."""
+    with replaced(CppVecKernel, "arange", _arange):
+        yield
+
+
+def _arange(kernel: CppVecKernel, index: Any, stride: Any) -> Any:
+    written: Any = f"static_cast<int64_t>({stride})" if index.dtype == torch.int64 else stride
+    return _ARANGE(kernel, index, written)
