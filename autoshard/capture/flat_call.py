@@ -212,6 +212,7 @@ def _flatten_output(
             if isinstance(leaf, torch.Tensor)
         ),
         tuple((path, leaf) for path, leaf in leaves.items() if not isinstance(leaf, torch.Tensor)),
+        call.spec,
         tuple(path for path, _ in (*described.tensors, *new_tensors)),
         described.results,
         described.spec,

@@ -1,8 +1,8 @@
 """Convert a call of the user's model to the flat tensors of a graph, and the flat results to the model's output.
 
 The leaves of a call are identified by their paths (`tokens`, `batch.labels`, `args.0`), not by how it was written: an
-argument may be given by position or by name, and a dict in any order. Tensors are inputs of the graph; numbers,
-strings and None are constants of the capture.
+argument may be given by position or by name. Tensors are inputs of the graph; numbers, strings and None are constants of
+the capture, and so are the classes of containers and the order of a dict's keys, which a model may go through.
 """
 
 from __future__ import annotations
@@ -136,12 +136,17 @@ def is_constant(value: object) -> bool:
 
 
 def same_constant(left: object, right: object) -> bool:
-    """Compare constants as a trace does: 1, 1.0 and True are different, and nan equals nan."""
-    if type(left) is not type(right):
-        return False
-    if isinstance(left, float | np.floating) and isinstance(right, float | np.floating) and np.isnan(left):
-        return bool(np.isnan(right))
-    return bool(left == right)
+    """Compare constants as a trace does: 1, 1.0 and True are different, and so are 0.0 and -0.0; nan equals nan."""
+    return type(left) is type(right) and bool(identity_of(left) == identity_of(right))
+
+
+def identity_of(value: Any) -> Any:
+    """Return what tells a constant from others of its class, in a form that has a hash; another value as it is."""
+    if isinstance(value, float | complex | np.inexact):
+        return repr(value)  # -0.0 equals 0.0, and nan not even itself
+    if isinstance(value, slice | range):  # a slice has no hash; range(0, 3, 2) equals range(0, 4, 2)
+        return value.start, value.stop, value.step
+    return value
 
 
 def format_tensor(shape: Sequence[int], dtype: torch.dtype) -> str:
@@ -162,11 +167,13 @@ class Signature:
     `constants` are the non-tensor arguments, by path; `results` holds, for each leaf of the model's output, the number
     of an OUTPUT or, if the leaf is not a tensor, its value. A tensor that is returned twice is one OUTPUT, under its first path.
     `views` are the numbers of the OUTPUTs that share memory with another one, or with an input, in the model.
+    `in_spec` and `out_spec` are the structures of the arguments and of the output.
     """
 
     forward: inspect.Signature
     inputs: tuple[InputSpec, ...]
     constants: tuple[tuple[str, Any], ...]
+    in_spec: TreeSpec
     outputs: tuple[str, ...]
     results: tuple[tuple[int | None, Any], ...]
     out_spec: TreeSpec

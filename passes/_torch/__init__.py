@@ -93,7 +93,7 @@ try:
     from passes._torch.operators.reversed_cumsum import REVERSED_CUMSUM
     from passes._torch.operators.symmetric import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, reserve_symmetric_memory
     from passes._torch.patches import quiet_loggers
-    from passes._torch.pytree import TreeSpec, flatten_pytree, map_pytree, unflatten_pytree
+    from passes._torch.pytree import TreeSpec, containers_of, flatten_pytree, map_pytree, unflatten_pytree
     from passes._torch.recompute_tags import checkpoint_of, clear_checkpoint, tag_recompute, tag_save
     from passes._torch.results import (
         OUTSIDE_GONE,
@@ -140,6 +140,7 @@ __all__ = [
     "TreeSpec",
     "WatchedOps",
     "alike_as_now",
+    "containers_of",
     "allow_in_compiled_code",
     "assign_data",
     "draw_whole",

@@ -34,6 +34,11 @@ def flatten_pytree(tree: Any) -> tuple[list[tuple[str, Any]], TreeSpec]:
     return list(zip(_leaf_paths(tree, ""), leaves, strict=True)), spec
 
 
+def containers_of(tree: Any) -> tuple[tuple[str, type, int], ...]:
+    """Return the path of each container of a tree, its class, and how many items it has."""
+    return tuple(_containers(tree, ""))
+
+
 def _is_plain_dataclass(leaf: object) -> bool:
     """Return whether `leaf` is an instance of a dataclass that can be made again from its fields."""
     if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type | torch.Tensor):
@@ -42,18 +47,32 @@ def _is_plain_dataclass(leaf: object) -> bool:
 
 
 def _leaf_paths(tree: Any, path: str) -> Iterator[str]:
-    node = SUPPORTED_NODES.get(_get_node_type(tree))
-    if node is None:
+    if _get_node_type(tree) not in SUPPORTED_NODES:
         yield path
         return
+    for name, child in _children(tree):
+        yield from _leaf_paths(child, f"{path}.{name}" if path else name)
+
+
+def _containers(tree: Any, path: str) -> Iterator[tuple[str, type, int]]:
+    if _get_node_type(tree) not in SUPPORTED_NODES:
+        return
+    children = _children(tree)
+    yield path, type(tree), len(children)
+    for name, child in children:
+        yield from _containers(child, f"{path}.{name}" if path else name)
+
+
+def _children(tree: Any) -> list[tuple[str, Any]]:
+    """Return the items of a container with their names."""
+    node = SUPPORTED_NODES[_get_node_type(tree)]
     children, context = node.flatten_fn(tree)
     names = [str(number) for number in range(len(children))]
     if node.flatten_with_keys_fn is not None:
         names = [_key_name(key) for key, _ in node.flatten_with_keys_fn(tree)[0]]
     elif isinstance(context, list | tuple) and len(context) == len(children):
         names = [str(name) for name in context]  # a dict-like class registered without names: Hugging Face's outputs
-    for name, child in zip(names, children, strict=True):
-        yield from _leaf_paths(child, f"{path}.{name}" if path else name)
+    return list(zip(names, children, strict=True))
 
 
 def _key_name(key: Any) -> str:

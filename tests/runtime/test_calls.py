@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 import pytest
@@ -207,3 +208,50 @@ def test_a_part_of_another_shape_or_device(one_rank: DeviceMesh) -> None:
     with pytest.raises(InputError) as caught:
         given.check(torch.empty(4, 3, device="meta"), place)
     assert str(caught.value) == "input 'x' is on meta, but the mesh is on cpu; move it: .to('cpu')"
+
+
+class Arguments(nn.Module):
+    """A model whose result depends on how its arguments are held, and on signs of zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Any, more: Any = None, scale: complex = 1.0, steps: range = range(1), **named: Tensor) -> Tensor:
+        h = torch.cat([*(x.values() if isinstance(x, dict) else x), *named.values()], -1)
+        kind = 3 if isinstance(more, list) else 5 if isinstance(more, dict) else 7
+        h = self.head(h) * (2 if isinstance(x, tuple) else 1) * kind * steps.stop
+        return h * math.copysign(1.0, scale.real)
+
+
+def test_containers_the_order_of_keys_and_signs_of_zeros_tell_calls_apart(one_rank: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    model = Arguments()
+    sharded = autoshard(model, one_rank, options=EAGER)
+    a, b = torch.randn(4, 2), torch.randn(4, 4)
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+        (({"a": a, "b": b},), {}),
+        (({"b": b, "a": a},), {}),
+        (([a, b],), {}),
+        (((a, b),), {}),
+        (([a, b], []), {}),
+        (([a, b], {}), {}),
+        (([],), {"a": a, "b": b}),
+        (([],), {"b": b, "a": a}),
+        (([a, b], None, 0.0), {}),
+        (([a, b], None, -0.0), {}),
+        (([a, b], None, complex(-0.0)), {}),
+        (([a, b], None, float("nan")), {}),
+        (([a, b], None, 1.0, range(0, 3, 2)), {}),
+        (([a, b], None, 1.0, range(0, 4, 2)), {}),
+    ]
+    for args, kwargs in calls * 2:
+        torch.testing.assert_close(sharded(*args, **kwargs), model(*args, **kwargs), equal_nan=True)
+    assert [program.call.removeprefix("training, ") for program in sharded.programs[3:8]] == [
+        "x.0: float32[4, 2], x.1: float32[4, 4], x: tuple",
+        "x.0: float32[4, 2], x.1: float32[4, 4], more: list without items",
+        "x.0: float32[4, 2], x.1: float32[4, 4], more: dict without items",
+        "a: float32[4, 2], b: float32[4, 4], x: list without items",
+        "b: float32[4, 4], a: float32[4, 2], x: list without items",
+    ]
+    assert len(sharded.programs) == len(calls)

@@ -6,13 +6,13 @@ import inspect
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from autoshard.capture.signature import Call, Signature, format_leaf, is_constant, same_constant
+from autoshard.capture.signature import Call, Signature, format_leaf, identity_of, is_constant, same_constant
+from passes._torch import TreeSpec, containers_of, unflatten_pytree
 
-Key = frozenset[tuple[str, Hashable]]
+Key = tuple[TreeSpec, frozenset[tuple[str, Hashable]]]
 SHOWN = 12  # arguments of a call that a message shows
 
 
@@ -21,7 +21,7 @@ def key_of(call: Call, *, gradients: bool) -> Key:
 
     `gradients`: gradients are enabled, so that it matters whether an argument needs one.
     """
-    return frozenset((path, _leaf_key(leaf, gradients)) for path, leaf in call.leaves.items())
+    return call.spec, frozenset((path, _leaf_key(leaf, gradients)) for path, leaf in call.leaves.items())
 
 
 def signature_key(signature: Signature, *, gradients: bool) -> Key:
@@ -31,7 +31,8 @@ def signature_key(signature: Signature, *, gradients: bool) -> Key:
         (spec.path, (torch.Tensor, torch.Size(spec.shape), spec.dtype, torch.strided, meta, gradients and spec.requires_grad))
         for spec in signature.inputs
     ]
-    return frozenset([*inputs, *((path, _leaf_key(value, gradients)) for path, value in signature.constants)])
+    constants = ((path, _leaf_key(value, gradients)) for path, value in signature.constants)
+    return signature.in_spec, frozenset([*inputs, *constants])
 
 
 def format_call(call: Call) -> str:
@@ -46,10 +47,18 @@ def joined(texts: Sequence[str]) -> str:
 
 
 def format_arguments(call: Call) -> tuple[str, ...]:
-    """Return the arguments of a call as messages show them; those that are the defaults are left out."""
+    """Return the arguments of a call as messages show them; those that are the defaults are left out.
+
+    Of containers, lists and dicts show by their items, if they have any; others are shown by their class.
+    """
     parameters = call.bound.signature.parameters
     shown = (item for item in call.leaves.items() if item[0] not in parameters or not _is_default(item[1], parameters[item[0]]))
-    return tuple(f"{path}: {_format(leaf)}" for path, leaf in shown) or ("no arguments",)
+    containers = containers_of(unflatten_pytree(list(call.leaves.values()), call.spec))
+    unlike = ((path, kind, size) for path, kind, size in containers if path and not (size and kind in (list, dict)))
+    return (
+        *(f"{path}: {_format(leaf)}" for path, leaf in shown),
+        *(f"{path}: {kind.__name__}{'' if size else ' without items'}" for path, kind, size in unlike),
+    ) or ("no arguments",)
 
 
 def _is_default(leaf: Any, parameter: inspect.Parameter) -> bool:
@@ -63,8 +72,5 @@ def _format(leaf: Any) -> str:
 def _leaf_key(leaf: Any, gradients: bool) -> Hashable:
     if isinstance(leaf, torch.Tensor):
         return type(leaf), leaf.shape, leaf.dtype, leaf.layout, leaf.device, gradients and leaf.requires_grad
-    if isinstance(leaf, slice):  # has no hash
-        return slice, leaf.start, leaf.stop, leaf.step
-    if isinstance(leaf, float | np.floating) and np.isnan(leaf):  # equals no float, itself included
-        return type(leaf), "nan"
-    return type(leaf), leaf if isinstance(leaf, Hashable) else id(leaf)
+    identity = identity_of(leaf)
+    return type(leaf), identity if isinstance(identity, Hashable) else id(leaf)
