@@ -34,6 +34,7 @@ from passes._torch import (
     OutsideRead,
     dtensor_of_local,
     dtensor_spec,
+    is_batched,
     keeps_graph,
     local_of_dtensor,
     memory_of,
@@ -340,6 +341,12 @@ def _gradients(ctx: Any, tangents: Sequence[torch.Tensor | None]) -> Any:
         raise UserError(
             "a sharded model has no second derivative: backward(create_graph=True) would silently leave it out; "
             "compute what needs it on one device, or inside the model"
+        )
+    if any(is_batched(tangent) for tangent in tangents if tangent is not None):
+        raise UserError(
+            "many gradients in one backward (is_grads_batched=True, jacobian(vectorize=True)) are computed by vmap, which cannot "
+            "transform the compiled backward of a sharded model; call torch.autograd.grad for each of them, with "
+            "retain_graph=True"
         )
     execution: Execution = ctx.execution
     for name, parameter, version in ctx.versions:

@@ -16,6 +16,11 @@ def in_transform() -> bool:
     return torch._C._functorch.maybe_current_level() is not None
 
 
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor stands for a batch of tensors, as in vmap and in a backward of many gradients at once."""
+    return torch._C._functorch.is_batchedtensor(tensor) or torch._C._functorch.is_legacy_batchedtensor(tensor)
+
+
 def in_forward_mode() -> bool:
     """Return whether forward-mode automatic differentiation is active."""
     return forward_ad._current_level >= 0

@@ -255,3 +255,22 @@ def test_containers_the_order_of_keys_and_signs_of_zeros_tell_calls_apart(one_ra
         "b: float32[4, 4], a: float32[4, 2], x: list without items",
     ]
     assert len(sharded.programs) == len(calls)
+
+
+class Asks(nn.Linear):
+    """A model that asks for more of its arguments than a program is told."""
+
+    def forward(self, x: Tensor, y: Any = None) -> Tensor:
+        facts = x is y, x.is_contiguous(), x.is_leaf, hasattr(x, "tag")
+        return super().forward(x) * sum(2**number for number, fact in enumerate(facts) if fact)
+
+
+def test_an_argument_is_a_tensor_of_its_own_contiguous_and_a_leaf(one_rank: DeviceMesh) -> None:
+    model = Asks(6, 6)
+    sharded = autoshard(model, one_rank, options=EAGER)
+    told = F.linear(x := torch.randn(6, 6), model.weight, model.bias) * (2 + 4)
+    tagged: Any = x.clone()
+    tagged.tag = 1
+    for args in ((x,), (x, x), (x, x.clone()), (x.t().contiguous().t(),), (tagged,)):
+        torch.testing.assert_close(sharded(*args), told)
+    torch.testing.assert_close(sharded(x.clone().requires_grad_() * 1), told)

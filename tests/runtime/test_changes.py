@@ -247,6 +247,13 @@ def _second_derivative(model: Any) -> Any:
     return first.square().sum()
 
 
+@way("many gradients at once: `torch.autograd.grad(..., is_grads_batched=True)`")
+def _batched(model: Any) -> Any:
+    x = X.clone().requires_grad_()
+    y = model(x, Y)
+    return torch.autograd.grad(y, x, torch.stack([torch.ones_like(y), y.detach()]), is_grads_batched=True)[0].sum()
+
+
 def compiled_step(model: Any) -> Any:
     return torch.compile(lambda x, y: model(x, y) * 2, backend="eager")(X, Y)
 
@@ -403,6 +410,9 @@ REFUSED = {
     "taken over",
     "anomaly mode that looks for NaN": "refused: anomaly mode looks for NaN with an op that DTensor gradients do not have; use "
     "torch.autograd.set_detect_anomaly(True, check_nan=False), or look for NaN on one device",
+    "many gradients at once: `torch.autograd.grad(..., is_grads_batched=True)`": "refused: many gradients in one backward "
+    "(is_grads_batched=True, jacobian(vectorize=True)) are computed by vmap, which cannot transform the compiled backward of a "
+    "sharded model; call torch.autograd.grad for each of them, with retain_graph=True",
     "a full backward hook": "refused: a module of the model has a backward hook, but the backward is part of the graph; remove "
     "the hook and write what it does as a torch.autograd.Function",
 }
