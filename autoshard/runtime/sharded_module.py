@@ -20,6 +20,7 @@ from autoshard.runtime.calls.alone import allow_alone, refuse_alone
 from autoshard.runtime.calls.drawing import draw_whole
 from autoshard.runtime.calls.global_batch import parts_of
 from autoshard.runtime.calls.loaded_states import take_loaded_states
+from autoshard.runtime.calls.optimizer_numbers import follow_optimizers
 from autoshard.runtime.calls.original_parameters import remember_originals
 from autoshard.runtime.calls.other_parameters import compare_other_parameters
 from autoshard.runtime.calls.programs import (
@@ -241,6 +242,7 @@ def shard_module(
     remember_originals(module, sharded)
     take_loaded_states()
     compare_other_parameters(place.device_mesh, groups)
+    follow_optimizers()
     if planned is not None:
         described = format_planned(sharded, planned.signature, gradients=gradients)
         install(sharded, state, state.mode(sharded, gradients=gradients), planned, described, started=started)

@@ -153,6 +153,41 @@ def test_a_rank_that_alone_steps_or_loads_a_checkpoint_is_an_error() -> None:
     assert first == second
 
 
+def _other_numbers(rank: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    found = []
+    for rates in ((0.1, 0.1), (0.1 + 1e-9, 0.1), (0.1, 0.2)):
+        model, parts = sharded(mesh)
+        groups = [{"params": [one], "weight_decay": torch.tensor(0.01 * i)} for i, one in enumerate(model.parameters(), 1)]
+        optimizer = torch.optim.AdamW(groups[::-1] if rank else groups, lr=rates[rank])
+        model(*parts).sum().backward()
+        optimizer.step()
+        del optimizer
+        copied = copy.deepcopy(model)
+        found += [error_of(lambda: model(*parts)), error_of(lambda: copied(*parts))]  # noqa: B023
+    return found
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_ranks_that_step_with_other_learning_rates_are_in_error() -> None:
+    """Numbers are equal to six digits, and in any order of groups; the digest of all steps is no part of what is tested."""
+    first, second = run_on_ranks(_other_numbers, 2)
+    call = "makes forward call 2 of Net (model 3) (training, with gradients) with optimizer steps"
+    described = "(training, global x: float32[8, 4])"
+
+    def made(rate: float) -> str:
+        decays = [f"betas=(0.9, 0.999), eps=1e-08, lr={rate}, weight_decay=0.0{i}" for i in (1, 2, 3)]
+        return f"{call} AdamW {' and '.join(decays)} () {described}"
+
+    told = (
+        f"DistributedError: ranks make different calls: rank 0 {made(0.1)}, rank 1 {made(0.2)}; give optimizers the same numbers "
+        "on every rank; a scheduler that follows a loss needs the loss of the whole batch"
+    )
+    assert [re.sub(r"\([0-9a-f]{4}\)", "()", one) for one in first] == ["nothing"] * 4 + [told, "nothing"]
+    assert first == second
+
+
 def _late(rank: int) -> list[str]:
     mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp",))  # rank 2 is not in it, and nobody waits for it
     if rank == 2:

@@ -61,7 +61,7 @@ class ModelStates:
     trained: tuple[bool, ...] = ()  # per parameter: it requires a gradient
     outside: OutsideValues = field(default_factory=OutsideValues)
     unseen: tuple[str, ...] = ()  # attributes that hold more than `OBJECTS_MAX` objects
-    _parameters: tuple[nn.Parameter, ...] = ()
+    parameters: tuple[nn.Parameter, ...] = ()
     _writes_before: int = 0  # to parameters, when ranks compared their values
     _unchanged: Callable[[], bool] = lambda: False
     _alike: Callable[[], bool] = lambda: False
@@ -82,7 +82,7 @@ class ModelStates:
             self._handles == RemovableHandle.next_id
             and self._unchanged()
             and self.outside.are_unchanged()
-            and (self._alike() or required_gradients(self._parameters) == self.trained)  # in another mode, the second
+            and (self._alike() or required_gradients(self.parameters) == self.trained)  # in another mode, the second
         )
 
     def update(self, model: nn.Module, kind: type[nn.Module], *, is_new: bool = False) -> None:
@@ -104,15 +104,15 @@ class ModelStates:
         found = describe(model, kind, forward, names=self.names, stored=self.stored)
         self.signature = inspect.signature(forward or kind.forward.__get__(model))
         self._handles, self._unchanged = RemovableHandle.next_id, found.watch(model, self.stored)
-        self._parameters = tuple(model.parameters())
-        self.trained, self._alike = required_gradients(self._parameters), alike_as_now(self._parameters)
+        self.parameters = tuple(model.parameters())
+        self.trained, self._alike = required_gradients(self.parameters), alike_as_now(self.parameters)
         self.training = tuple(module.training for module in model.modules())
         self.unseen = found.unseen
         return found.entries | self.outside.describe()
 
     def writes(self) -> int:
         """Return how often parameters were changed in place since ranks compared their values: equally often on all ranks."""
-        return sum(one._version for one in self._parameters if not one.is_inference()) - self._writes_before
+        return sum(one._version for one in self.parameters if not one.is_inference()) - self._writes_before
 
     def values_agree(self, *, writes: int = 0) -> None:
         """Note that ranks have the same values of parameters, but for as many `writes` since."""

@@ -30,6 +30,7 @@ from autoshard.runtime.calls.arguments import Key, format_arguments, format_call
 from autoshard.runtime.calls.buckets import padded
 from autoshard.runtime.calls.model_state import ModelStates
 from autoshard.runtime.calls.new_parameters import take_over
+from autoshard.runtime.calls.optimizer_numbers import numbers_of_steps
 from autoshard.runtime.calls.random_stream import RandomStream
 from autoshard.runtime.calls.torch_settings import torch_settings
 from autoshard.runtime.calls.whole_batches import UNLIKE, unlike_wholes
@@ -38,7 +39,7 @@ from autoshard.runtime.global_call import Splits, batch_of, tensors_of
 from autoshard.runtime.parameters import Place, lay_out
 from autoshard.runtime.process_groups import MeshGroups
 from autoshard.runtime.shared_plan import Decided, plan_together
-from autoshard.runtime.watch.call_watch import WRITES, SharedCall
+from autoshard.runtime.watch.call_watch import NUMBERS, WRITES, SharedCall
 from autoshard.runtime.whole_tensor import WholeTensor, replicated_tensor
 from passes._torch import local_of_dtensor
 from passes.errors import InputError, UserError
@@ -221,7 +222,8 @@ def shared_call(model: nn.Module, state: RuntimeState, found: Found) -> SharedCa
     described = format_call(found.call) if found.program is None else found.program.call
     words = f"{'training' if model.training else 'evaluation'}, {'with' if found.mode[0] else 'without'} gradients"
     writes = (WRITES, str(state.states.writes() if state.step else 0))
-    traits = (("program", program), *_flags(state.states.training, state.states.trained), writes)
+    numbers = (NUMBERS, numbers_of_steps(state.states.parameters))
+    traits = (("program", program), *_flags(state.states.training, state.states.trained), writes, numbers)
     return SharedCall(f"forward call {state.step + 1}", words, traits, described)
 
 

@@ -1,0 +1,76 @@
+"""Follow the numbers that optimizers step with, such as learning rates: ranks that step with others train different models."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, MutableMapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakTensorKeyDictionary
+
+DIGITS = 6  # of a number that count: hosts may compute a schedule's last digits differently
+SHOWN = 3  # groups of parameters whose numbers a message shows
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """The numbers of an optimizer's last step, and a digest of those of all its steps."""
+
+    last: str
+    digest: str
+
+    def __str__(self) -> str:
+        return f"{self.last} ({self.digest[:4]})"
+
+
+_STEPS: MutableMapping[torch.Tensor, _Steps] = WeakTensorKeyDictionary()  # by the first parameter, which outlives an optimizer
+
+
+@cache
+def follow_optimizers() -> None:
+    """Note from now on with which numbers optimizers of sharded models step."""
+    register_optimizer_step_post_hook(_note)
+
+
+def numbers_of_steps(parameters: Iterable[torch.Tensor]) -> str:
+    """Return "SGD lr=0.1, momentum=0.9 (4f2a)" for the optimizers of these parameters; it is to be equal on all ranks."""
+    own = set(map(id, parameters))
+    return " and ".join(sorted(str(steps) for first, steps in _STEPS.items() if id(first) in own)) or "none"
+
+
+def _note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    held = (one for group in optimizer.param_groups for one in group["params"])
+    first = next((one for one in held if isinstance(one, DTensor)), None)
+    if first is None:
+        return
+    groups = sorted({", ".join(_numbers(group)) for group in optimizer.param_groups})  # ranks may have them in another order
+    last, before = f"{type(optimizer).__name__} {' and '.join(groups[:SHOWN])}", _STEPS.get(first)
+    told = repr((before and before.digest, type(optimizer).__name__, groups))
+    _STEPS[first] = _Steps(last, hashlib.blake2b(told.encode(), digest_size=8).hexdigest())
+
+
+def _numbers(group: dict[str, Any]) -> Iterator[str]:
+    """Yield "lr=0.1" for each number of a group of parameters. That of a tensor on another device would make it wait."""
+    for name, value in sorted(group.items()):
+        if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.device.type == "cpu" and value.dim() == 0:
+            yield f"{name}={_text(value.item())}"
+        elif isinstance(value, tuple | list) and all(map(_is_number, value)):
+            yield f"{name}=({', '.join(map(_text, value))})"
+        elif _is_number(value):
+            yield f"{name}={_text(value)}"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _text(value: float) -> str:
+    return f"{value:.{DIGITS}g}"
