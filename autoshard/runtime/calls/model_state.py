@@ -13,7 +13,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from operator import is_
+from operator import attrgetter, is_
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -44,6 +44,7 @@ from passes._torch import OutsideRead, alike_as_now, required_gradients, unchang
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
 OBJECTS_MAX = 100_000  # that an attribute holds and that are looked at: about 0.1 s, where one of them was changed
+_VERSION: Callable[[torch.Tensor], int] = attrgetter("_version")
 _DYNAMIC = ("__dict__", "vars")  # code that reads one of these may read any attribute
 
 
@@ -61,7 +62,9 @@ class ModelStates:
     trained: tuple[bool, ...] = ()  # per parameter: it requires a gradient
     outside: OutsideValues = field(default_factory=OutsideValues)
     unseen: tuple[str, ...] = ()  # attributes that hold more than `OBJECTS_MAX` objects
-    parameters: tuple[nn.Parameter, ...] = ()
+    parameter_ids: frozenset[int] = frozenset()
+    _parameters: tuple[nn.Parameter, ...] = ()
+    _counting: tuple[nn.Parameter, ...] = ()  # those that count writes: parameters made in inference mode do not
     _writes_before: int = 0  # to parameters, when ranks compared their values
     _unchanged: Callable[[], bool] = lambda: False
     _alike: Callable[[], bool] = lambda: False
@@ -82,7 +85,7 @@ class ModelStates:
             self._handles == RemovableHandle.next_id
             and self._unchanged()
             and self.outside.are_unchanged()
-            and (self._alike() or required_gradients(self.parameters) == self.trained)  # in another mode, the second
+            and (self._alike() or required_gradients(self._parameters) == self.trained)  # in another mode, the second
         )
 
     def update(self, model: nn.Module, kind: type[nn.Module], *, is_new: bool = False) -> None:
@@ -104,15 +107,17 @@ class ModelStates:
         found = describe(model, kind, forward, names=self.names, stored=self.stored)
         self.signature = inspect.signature(forward or kind.forward.__get__(model))
         self._handles, self._unchanged = RemovableHandle.next_id, found.watch(model, self.stored)
-        self.parameters = tuple(model.parameters())
-        self.trained, self._alike = required_gradients(self.parameters), alike_as_now(self.parameters)
+        self._parameters = tuple(model.parameters())
+        self._counting = tuple(one for one in self._parameters if not one.is_inference())
+        self.parameter_ids = frozenset(map(id, self._parameters))
+        self.trained, self._alike = required_gradients(self._parameters), alike_as_now(self._parameters)
         self.training = tuple(module.training for module in model.modules())
         self.unseen = found.unseen
         return found.entries | self.outside.describe()
 
     def writes(self) -> int:
         """Return how often parameters were changed in place since ranks compared their values: equally often on all ranks."""
-        return sum(one._version for one in self.parameters if not one.is_inference()) - self._writes_before
+        return sum(map(_VERSION, self._counting)) - self._writes_before
 
     def values_agree(self, *, writes: int = 0) -> None:
         """Note that ranks have the same values of parameters, but for as many `writes` since."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Collection, Iterator, MutableMapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -38,10 +38,9 @@ def follow_optimizers() -> None:
     register_optimizer_step_post_hook(_note)
 
 
-def numbers_of_steps(parameters: Iterable[torch.Tensor]) -> str:
-    """Return "SGD lr=0.1, momentum=0.9 (4f2a)" for the optimizers of these parameters; it is to be equal on all ranks."""
-    own = set(map(id, parameters))
-    return " and ".join(sorted(str(steps) for first, steps in _STEPS.items() if id(first) in own)) or "none"
+def numbers_of_steps(ids: Collection[int]) -> str:
+    """Return "SGD lr=0.1 (4f2a)" for the optimizers of parameters with these ids; it is to be equal on all ranks."""
+    return " and ".join(sorted(str(steps) for first, steps in _STEPS.items() if id(first) in ids)) or "none"
 
 
 def _note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -222,7 +222,7 @@ def shared_call(model: nn.Module, state: RuntimeState, found: Found) -> SharedCa
     described = format_call(found.call) if found.program is None else found.program.call
     words = f"{'training' if model.training else 'evaluation'}, {'with' if found.mode[0] else 'without'} gradients"
     writes = (WRITES, str(state.states.writes() if state.step else 0))
-    numbers = (NUMBERS, numbers_of_steps(state.states.parameters))
+    numbers = (NUMBERS, numbers_of_steps(state.states.parameter_ids))
     traits = (("program", program), *_flags(state.states.training, state.states.trained), writes, numbers)
     return SharedCall(f"forward call {state.step + 1}", words, traits, described)
 
