@@ -141,12 +141,11 @@ def same_constant(left: object, right: object) -> bool:
 
 
 def identity_of(value: Any) -> Any:
-    """Return what tells a constant from others of its class, in a form that has a hash; another value as it is."""
-    if isinstance(value, float | complex | np.inexact):
-        return repr(value)  # -0.0 equals 0.0, and nan not even itself
-    if isinstance(value, slice | range):  # a slice has no hash; range(0, 3, 2) equals range(0, 4, 2)
-        return value.start, value.stop, value.step
-    return value
+    """Return what tells a constant from others of its class, in a form that has a hash; another value as it is.
+
+    -0.0 equals 0.0, and nan not even itself; a slice has no hash, and range(0, 3, 2) equals range(0, 4, 2).
+    """
+    return repr(value) if isinstance(value, float | complex | slice | range | np.inexact) else value
 
 
 def format_tensor(shape: Sequence[int], dtype: torch.dtype) -> str:

@@ -8,6 +8,7 @@ import enum
 import functools
 import gc
 import itertools
+import math
 import operator
 import weakref
 from collections import Counter, OrderedDict, UserDict, defaultdict, deque, namedtuple
@@ -221,6 +222,12 @@ CASES: dict[str, tuple[Callable[[], Any], Use, Callable[[Any], object]]] = {
         lambda: [np.ones(4, np.float32)], lambda x, held: x * torch.from_numpy(held[0]), lambda held: held[0].fill(2)
     ),
     "an array of Python's": (lambda: array.array("d", [1.0]), times_item, set_item),
+    "a range of equal numbers": (
+        lambda: [range(0, 3, 2)], lambda x, held: x * held[0].stop, lambda held: held.__setitem__(0, range(0, 4, 2))
+    ),
+    "the sign of a complex zero": (
+        lambda: [0j], lambda x, held: x * math.copysign(1.0, held[0].real), lambda held: held.__setitem__(0, -0j)
+    ),
     "bytes": (lambda: bytearray([1]), times_item, lambda held: held.__setitem__(0, 2)),
     "a module in a list": (
         lambda: [nn.Threshold(0, 1.0)], lambda x, held: x * held[0].value, lambda held: setattr(held[0], "value", 2.0)

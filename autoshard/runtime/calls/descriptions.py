@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
-from autoshard.capture.signature import format_tensor
+from autoshard.capture.signature import format_tensor, identity_of
 from passes.errors import with_article
 
 
@@ -59,8 +58,8 @@ MISSING = Entry(Missing())
 
 
 def of_constant(value: Any) -> tuple[type, Any]:
-    """Describe a constant by its type and value; a NaN is equal to itself, and -0.0 is not 0.0."""
-    return type(value), repr(value) if isinstance(value, float | slice | np.number) else value
+    """Describe a constant by its type and value."""
+    return type(value), identity_of(value)
 
 
 def format_changes(found: dict[str, tuple[Any, Any]]) -> tuple[str, ...]:
