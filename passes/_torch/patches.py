@@ -12,13 +12,13 @@ For a block of code, in the thread that runs it (`replaced`); other threads use 
 | `effects.has_effects` | forward and backward are traced | checks of factorizations thread tokens through a graph | joint.py |
 | `torch._C._get_mkldnn_enabled` | forward and backward are traced | oneDNN's LSTM cannot be sharded | joint.py |
 | `ConstantFolder.node_to_last_non_output_use` | constants are folded | torch's is the slowest part | inductor/compilation.py |
-| `SchedulerNode.recompute_size_and_body` (2.13) | a graph is compiled | reads follow writes | inductor/inductor_mutations.py |
-| `CppKernelProxy.aggregate_reduction_buffers` | a graph is compiled | tails have fewer results | inductor/inductor_tails.py |
-| `CppTile2DKernel.store` (2.13) | a graph is compiled | places of scatters are theirs | inductor/inductor_scatters.py |
-| `LoopBody.get_read_expr`, | a graph is compiled | small buffers | inductor/inductor_buffers.py |
+| `SchedulerNode.recompute_size_and_body` (2.13) | a graph is compiled | reads follow writes | inductor/corrections |
+| `CppKernelProxy.aggregate_reduction_buffers` | a graph is compiled | tails have fewer results | inductor/corrections |
+| `CppTile2DKernel.store` (2.13) | a graph is compiled | places of scatters are theirs | inductor/corrections |
+| `LoopBody.get_read_expr`, | a graph is compiled | small buffers | inductor/corrections |
 | `OuterLoopFusedSchedulerNode.` | | in fused loops suffice | |
 | `check_outer_fusion_loop_level_attr` (2.13) | | | |
-| `CppVecKernel.arange` | a graph is compiled | steps have 64 bits | inductor/inductor_steps.py |
+| `CppVecKernel.arange` | a graph is compiled | steps have 64 bits | inductor/corrections |
 | `PatternMatcherPass.apply` | patterns are matched | false matches are left out | inductor/inductor_patterns.py |
 | `IgnoredFunctionVariable.call_function` and | a call is traced | what the model prints is left out | dynamo/module_trace.py |
 | `LoggingLoggerVariable.call_method` | | | |

@@ -19,17 +19,11 @@ from torch._inductor.virtualized import V
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from passes._torch.inductor.corrections.corrected import CORRECTING_PASSES, corrected
 from passes._torch.inductor.inductor_bools import send_booleans_as_bytes
-from passes._torch.inductor.inductor_buffers import buffers_of_fused_loops
-from passes._torch.inductor.inductor_bytes import MaximaOfBytes
-from passes._torch.inductor.inductor_mutations import reads_after_scatters
-from passes._torch.inductor.inductor_overwrites import CopiesBeforeOverwrites
 from passes._torch.inductor.inductor_patterns import possible_patterns
-from passes._torch.inductor.inductor_scatters import places_of_scatters
 from passes._torch.inductor.inductor_sends import lower_sends
 from passes._torch.inductor.inductor_settings import order_settings
-from passes._torch.inductor.inductor_steps import steps_of_64_bits
-from passes._torch.inductor.inductor_tails import tails_of_reductions
 from passes._torch.patches import once, replaced
 from passes._torch.results import InductorCode
 
@@ -100,10 +94,9 @@ def inductor_compile(
     them; by default Inductor moves each wait after its collective.
     """
     own = inductor_config.post_grad_custom_post_pass  # the user's pass, if there is one
-    corrections = [MaximaOfBytes(), CopiesBeforeOverwrites()]
     options: dict[str, Any] = {
         "fx_graph_cache": True,
-        "post_grad_custom_post_pass": [*get_custom_graph_passes(own), *corrections],
+        "post_grad_custom_post_pass": [*get_custom_graph_passes(own), *CORRECTING_PASSES],
     }
     if keep_order:
         options |= _KEEP_ORDER
@@ -113,11 +106,7 @@ def inductor_compile(
     with (
         _compiling(inputs),
         inductor_config.patch(options),
-        reads_after_scatters(),
-        tails_of_reductions(),
-        places_of_scatters(),
-        buffers_of_fused_loops(),
-        steps_of_64_bits(),
+        corrected(),
         TracingContext.report_output_strides() as strides,
     ):
         code = compile_fx_inner(

@@ -1,0 +1,1 @@
+"""Corrections of what Inductor gets wrong on CPUs: one file for each fault."""
