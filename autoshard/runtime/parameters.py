@@ -22,6 +22,7 @@ from autoshard.runtime.placements import Storage, dtensor_placements, layout_of_
 from passes._torch import (
     Box,
     assign_data,
+    correct_wrong_rules,
     draw_whole,
     dtensor_of_local,
     dtensor_spec,
@@ -93,6 +94,7 @@ def distributed_copy(module: nn.Module, place: Place, layouts: Mapping[str, Layo
     assign_data(part_like)
     draw_whole(part_like)
     reduce_empty_parts()
+    correct_wrong_rules()
     for child in copied.modules():
         child.register_load_state_dict_pre_hook(_take_parts)  # type: ignore[no-untyped-call]
     return copied

@@ -96,6 +96,11 @@ def reduce_empty_parts() -> None:
     _module("dtensor_hooks.empty_parts").reduce_empty_parts()
 
 
+def correct_wrong_rules() -> None:
+    """Let sums of norms, means of losses and sums along a last dim of sharded DTensors be one device's."""
+    _module("dtensor_hooks.wrong_rules").correct_wrong_rules()
+
+
 def read_numbers(whole_of: Callable[[DTensor], torch.Tensor]) -> None:
     """Let `item()`, and with it `bool()`, `float()` and formats, of a DTensor read what `whole_of` returns, not a rank's part."""
     _module("dtensor_hooks.values").read_numbers(whole_of)

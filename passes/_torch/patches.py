@@ -59,6 +59,9 @@ For the rest of the process, once (`once`):
 | DTensor's handler of `fill_` | a sharded module is made | `weight[0] = 0`, which has none | dtensor_hooks/dtensor_views.py |
 | `DTensor.data` | a sharded module is made | `parameter.data = tensor`, which is ignored | dtensor_hooks/values.py |
 | `OpDispatcher._dispatch_get_local_results_slow_path` | a sharded module is made | random ops on CPU | dtensor_hooks/values.py |
+| DTensor's handler of `eye` | a sharded module is made | `nn.init.eye_` | dtensor_hooks/dtensor_views.py |
+| DTensor's handlers of sums, scans and losses | a sharded module is made | parts are mixed up | dtensor_hooks/wrong_rules.py |
+| `Partial._reduce_value` | a sharded module is made | maxima keep NaN | dtensor_hooks/wrong_rules.py |
 | DTensor's handlers of maxima and norms | a sharded module is made | a rank has no elements | dtensor_hooks/empty_parts.py |
 | DTensor's handler of `_local_scalar_dense`, `DTensor.__format__` | groups are opened | `item()` | dtensor_hooks/values.py |
 | `runtime_wrappers.HANDLED_TYPES` | a sharded module is made | compiled code of a `WholeTensor` | dynamo/plain_subclasses.py |

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,6 +75,7 @@ def _write_through(part_like: Callable[[torch.Tensor, DTensor], DTensor]) -> Non
     setattr(OpDispatcher, name, written)
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     handlers.setdefault(torch.ops.aten.fill_.Tensor, _fill)
+    handlers[torch.ops.aten.eye.m_out] = partial(_eye, part_like)
 
 
 def _fill(op: Any, args: tuple[DTensor, torch.Tensor], kwargs: Mapping[str, Any]) -> torch.Tensor:
@@ -81,6 +83,17 @@ def _fill(op: Any, args: tuple[DTensor, torch.Tensor], kwargs: Mapping[str, Any]
     tensor, value = args
     whole = value.full_tensor() if isinstance(value, DTensor) else value
     return tensor.fill_(whole.item())
+
+
+def _eye(
+    part_like: Callable[[torch.Tensor, DTensor], DTensor], op: Any, args: tuple[int, int], kwargs: Mapping[str, Any]
+) -> DTensor:
+    """Write a part of the identity, as `nn.init.eye_` does, of which torch writes one into each part."""
+    out: DTensor = kwargs["out"]
+    local = local_of_dtensor(out)
+    whole = torch.eye(*args, dtype=local.dtype, device=local.device)
+    local.copy_(local_of_dtensor(part_like(whole, out)))
+    return out
 
 
 def _changed(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:

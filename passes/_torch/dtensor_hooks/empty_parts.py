@@ -41,14 +41,14 @@ def reduce_empty_parts() -> None:
 def _gather_first() -> None:
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     for op in (*_EXTREMA, *_NORMS):
-        handlers[op] = partial(_reduced, handlers.get(op, _as_usual))
+        handlers[op] = partial(_reduced, handlers.get(op, as_usual))
 
 
 def _reduced(usual: _Handler, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     return usual(op, map_pytree(_with_elements, args) if _needs_elements(op, args) else args, kwargs)
 
 
-def _as_usual(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def as_usual(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Dispatch an op that has no handler."""
     dispatcher = DTensor._op_dispatcher
     info = dispatcher.unwrap_to_op_info(op, args, dict(kwargs))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dispatch import OpDispatcher
 
 from passes._torch.dtensor import is_on_every_rank, local_of_dtensor, relay_dtensor, written_arguments
+from passes._torch.dtensor_hooks.empty_parts import as_usual
 from passes._torch.fake import is_fake
 from passes._torch.patches import once
 from passes._torch.pytree import map_pytree
@@ -76,18 +77,41 @@ def _draw_whole(laid_out_as: Callable[[torch.Tensor, DTensor], DTensor]) -> None
     of_part: Any = getattr(OpDispatcher, name)
 
     def drawn(self: OpDispatcher, op: Any, args: tuple[Any, ...], info: Any) -> Any:
-        if op not in self._random_ops or not _has_parts_on_cpu(args[0]):
+        is_moved = info.output_sharding.needs_redistribute and not written_arguments(op)  # before it is drawn for
+        if op not in self._random_ops or is_moved or not _has_parts_on_cpu(args[0]):
             return of_part(self, op, args, info)
         tensor, local = args[0], local_of_dtensor(args[0])
         is_read = not (written_arguments(op) or op in _LIKE)
-        whole = tensor.full_tensor() if is_read else torch.empty(tensor.shape, dtype=local.dtype, device=local.device)
+        whole = tensor.full_tensor() if is_read else torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=local.dtype, device=local.device
+        )
         results = op(whole, *args[1:], **info.local_kwargs)
         parts = map_pytree(lambda one: local_of_dtensor(laid_out_as(one, tensor)), results)
         return local.copy_(parts) if written_arguments(op) else parts
 
     setattr(OpDispatcher, name, torch.compiler.disable(drawn))  # type: ignore[no-untyped-call]
+    DTensor._op_dispatcher._random_ops.update(_DRAWN_AS_OTHERS)
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+    for op in _DRAWN_AS_OTHERS:
+        handlers[op] = _drawn_as_others
 
 
+def _drawn_as_others(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Dispatch a random op from Python, as torch's fast path keeps a list of its own."""
+    is_written = bool(written_arguments(op))
+    if is_written and any(placement.is_partial() for placement in args[0].placements):
+        raise RuntimeError(f"{op} cannot change a DTensor that is a sum of parts; give tensor.redistribute(...) or the whole")
+    result = as_usual(op, args, kwargs)
+    return args[0] if is_written else result
+
+
+_DRAWN_AS_OTHERS = {
+    torch.ops.aten.exponential_.default,
+    torch.ops.aten.cauchy_.default,
+    torch.ops.aten.log_normal_.default,
+    torch.ops.aten.geometric_.default,
+    torch.ops.aten.multinomial.default,
+}  # random ops that torch has a rule for, but takes for others
 _LIKE = {
     torch.ops.aten.rand_like.default,
     torch.ops.aten.randn_like.default,
