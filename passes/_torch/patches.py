@@ -55,7 +55,7 @@ For the rest of the process, once (`once`):
 | the formulas that `kl_divergence` looks up in its first call | a call is traced | distributions | dynamo/substitutes.py |
 | `DTensor`'s three hooks for checkpoints | a sharded module is made | parts of several boxes | dtensor_hooks/checkpoints.py |
 | DTensor's rule for views | a sharded module is made | views that torch gets wrong | dtensor_hooks/dtensor_views.py |
-| `OpDispatcher._dispatch_fast_path_python_tail` | a sharded module is made | views are copies | dtensor_hooks/dtensor_views.py |
+| `OpDispatcher._dispatch_fast_path_python_tail` | a sharded module is made | changes of copies | dtensor_hooks/dtensor_views.py |
 | DTensor's handler of `fill_` | a sharded module is made | `weight[0] = 0`, which has none | dtensor_hooks/dtensor_views.py |
 | `DTensor.data` | a sharded module is made | `parameter.data = tensor`, which is ignored | dtensor_hooks/values.py |
 | `OpDispatcher._dispatch_get_local_results_slow_path` | a sharded module is made | random ops on CPU | dtensor_hooks/values.py |

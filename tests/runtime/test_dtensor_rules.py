@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from autoshard.runtime.parameters import distributed_copy, distributed_parameter, place_of
+from autoshard.runtime.parameters import Place, distributed_copy, distributed_parameter, place_of
 from autoshard.runtime.process_groups import open_groups
 from passes.ir.layout import Layout, R, Shard
 from tests.spawn import run_on_ranks
@@ -76,6 +76,9 @@ RESULTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+INDEX = nn.Parameter(torch.tensor([0]), requires_grad=False)
+
+
 def _whole(tensor: Tensor | None) -> Tensor | None:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -89,6 +92,27 @@ def _results(function: Callable[[Tensor, Tensor], Tensor], weight: Tensor, other
     return [_whole(one) for one in (result.detach(), weight.grad, other.grad)]
 
 
+def _changed_in_a_copy(place: Place) -> list[str]:
+    """Return changes in place that are lost without an error: those of a sharded dim by indices, of any size."""
+    lost = []
+    for shape, dim in (((5, 7), 0), ((1, 7), 0), ((4, 1), 1)):
+        values, layout = torch.zeros(shape), Layout((Shard(dim),))
+        for change in (Tensor.index_add_, Tensor.index_copy_):
+            weight = distributed_parameter(nn.Parameter(values), place, layout).detach()
+            given = INDEX, nn.Parameter(values.narrow(dim, 0, 1) + 1)
+            index, rows = (distributed_parameter(one, place, Layout((R,))).detach() for one in given)
+            with pytest.raises(RuntimeError) as caught:
+                change(weight, dim, index, rows)
+            told = (
+                f"aten.{change.__name__}.default needs the elements of several ranks of this DTensor, and torch would change a "
+                "gathered copy alone; change the whole, tensor.full_tensor(), and give it back: parameter.data = whole"
+            )
+            whole = _whole(weight)
+            if str(caught.value) != told or whole is None or not torch.equal(whole, values):
+                lost.append(f"{change.__name__} of {shape}: {caught.value}, {whole}")
+    return lost
+
+
 def _wrong(rank: int) -> list[str]:
     """Return the results that are not those of plain tensors."""
     device_mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
@@ -100,7 +124,7 @@ def _wrong(rank: int) -> list[str]:
     )
     with pytest.raises(RuntimeError, match=f"^{re.escape(text)}$"):
         distributed_parameter(nn.Parameter(torch.ones(5, 7)), place, Layout((Shard(0),))).detach().sum(0).exponential_()
-    wrong = []
+    wrong = _changed_in_a_copy(place)
     for shape in ((5, 7), (8, 6), (1, 3)):
         torch.manual_seed(0)
         values = torch.randn(shape), torch.randn(shape)

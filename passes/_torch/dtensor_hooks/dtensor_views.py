@@ -65,8 +65,18 @@ def _write_through(part_like: Callable[[torch.Tensor, DTensor], DTensor]) -> Non
     name = "_dispatch_fast_path_python_tail"
     dispatched: Any = getattr(OpDispatcher, name)
 
-    def written(self: OpDispatcher, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *rest: Any) -> Any:
-        result = dispatched(self, op, args, kwargs, *rest)
+    def written(
+        self: OpDispatcher, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: Any, sharding: Any, *rest: Any
+    ) -> Any:
+        gathered = args[0] if _is_written_in_a_copy(op, args, sharding) else None
+        spec = None if gathered is None else gathered._spec
+        result = dispatched(self, op, args, kwargs, mesh, sharding, *rest)
+        if gathered is not None:
+            gathered._spec = spec  # as torch gives it that of the copy
+            raise RuntimeError(
+                f"{op} needs the elements of several ranks of this DTensor, and torch would change a gathered copy alone; change "
+                "the whole, tensor.full_tensor(), and give it back: parameter.data = whole"
+            )
         for tensor in _changed(op, args, kwargs):
             if _is_copied_view(tensor):
                 _write_back(tensor, part_like)
@@ -94,6 +104,14 @@ def _eye(
     whole = torch.eye(*args, dtype=local.dtype, device=local.device)
     local.copy_(local_of_dtensor(part_like(whole, out)))
     return out
+
+
+def _is_written_in_a_copy(op: Any, args: Sequence[Any], sharding: Any) -> bool:
+    """Return whether an op writes to its first argument in another layout than its own, as `index_add_` on a sharded dim."""
+    if not (args and isinstance(args[0], DTensor) and sharding.needs_redistribute) or (0, "self") not in written_arguments(op):
+        return False
+    needed = sharding.redistribute_schema.args_schema[0]
+    return bool(needed.placements != args[0].placements)
 
 
 def _changed(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
