@@ -1,4 +1,4 @@
-"""What torch's Inductor computes wrongly on CPUs, or raises at, is computed as on one device."""
+"""Compare compiled models with one device where torch's Inductor is wrong on CPUs, or raises."""
 
 from __future__ import annotations
 

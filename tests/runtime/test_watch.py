@@ -8,7 +8,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -113,6 +113,10 @@ def test_ranks_that_make_different_calls_all_say_which() -> None:
     assert first == second
 
 
+def _without_digests(texts: Sequence[str]) -> list[str]:
+    return [re.sub(r"\([0-9a-f]{4}\)", "()", text) for text in texts]
+
+
 def _other_writes(rank: int) -> list[str]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     found = []
@@ -140,16 +144,18 @@ def _other_writes(rank: int) -> list[str]:
 def test_a_rank_that_alone_steps_or_loads_a_checkpoint_is_an_error() -> None:
     first, second = run_on_ranks(_other_writes, 2)
 
-    def told(model: str, call: str) -> str:
+    def told(model: str, call: str, steps: str = "") -> str:
         made = f"makes forward call 2 of {model} (training, with gradients) with writes to parameters"
         return (
-            f"DistributedError: ranks make different calls: rank 0 {made} 8 ({call}), rank 1 {made} 4 ({call}); step the "
-            "optimizer, load a checkpoint and change parameters on every rank"
+            f"DistributedError: ranks make different calls: rank 0 {made} 8{steps} ({call}), rank 1 {made} 4{steps} ({call}); "
+            "step the optimizer, load a checkpoint and change parameters on every rank"
         )
 
-    calls = ("training, global x: float32[8, 4]", "x: float32[4, 4]")  # of the model, and of a copy of it
-    of_first, of_second = ([told(model, call) for call in calls] for model in ("Net", "Net (model 2)"))
-    assert first == [*of_first, "nothing", *of_second, "nothing"]
+    called, copied = "training, global x: float32[8, 4]", "x: float32[4, 4]"  # of the model, and of a copy of it
+    steps = ", optimizer steps SGD dampening=0, lr=0.1, momentum=0, weight_decay=0 ()"  # as many as writes, so others
+    of_first = [told("Net", called, steps), told("Net", copied), "nothing"]
+    of_second = [told("Net (model 2)", called), told("Net (model 2)", copied), "nothing"]
+    assert _without_digests(first) == [*of_first, *of_second]
     assert first == second
 
 
@@ -184,7 +190,7 @@ def test_ranks_that_step_with_other_learning_rates_are_in_error() -> None:
         f"DistributedError: ranks make different calls: rank 0 {made(0.1)}, rank 1 {made(0.2)}; give optimizers the same numbers "
         "on every rank; a scheduler that follows a loss needs the loss of the whole batch"
     )
-    assert [re.sub(r"\([0-9a-f]{4}\)", "()", one) for one in first] == ["nothing"] * 4 + [told, "nothing"]
+    assert _without_digests(first) == ["nothing"] * 4 + [told, "nothing"]
     assert first == second
 
 

@@ -6,12 +6,10 @@ the arguments, and the global shapes of the tensors. Making one is an act of all
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -39,7 +37,8 @@ from autoshard.runtime.global_call import Splits, batch_of, tensors_of
 from autoshard.runtime.parameters import Place, lay_out
 from autoshard.runtime.process_groups import MeshGroups
 from autoshard.runtime.shared_plan import Decided, plan_together
-from autoshard.runtime.watch.call_watch import NUMBERS, WRITES, SharedCall
+from autoshard.runtime.watch.call_traits import forward_traits
+from autoshard.runtime.watch.call_watch import SharedCall
 from autoshard.runtime.whole_tensor import WholeTensor, replicated_tensor
 from passes._torch import local_of_dtensor
 from passes.errors import InputError, UserError
@@ -221,21 +220,15 @@ def shared_call(model: nn.Module, state: RuntimeState, found: Found) -> SharedCa
     program = "to be made" if found.program is None else str(state.programs.index(found.program) + 1)
     described = format_call(found.call) if found.program is None else found.program.call
     words = f"{'training' if model.training else 'evaluation'}, {'with' if found.mode[0] else 'without'} gradients"
-    writes = (WRITES, str(state.states.writes() if state.step else 0))
-    numbers = (NUMBERS, numbers_of_steps(state.states.parameter_ids))
-    traits = (("program", program), *_flags(state.states.training, state.states.trained), writes, numbers)
+    states = state.states
+    traits = forward_traits(
+        program,
+        training=states.training,
+        trained=states.trained,
+        writes=states.writes() if state.step else 0,
+        numbers=numbers_of_steps(states.parameter_ids),
+    )
     return SharedCall(f"forward call {state.step + 1}", words, traits, described)
-
-
-@lru_cache
-def _flags(training: tuple[bool, ...], trainable: tuple[bool, ...]) -> tuple[tuple[str, str], ...]:
-    flags = (("training of modules", training), ("requires_grad of parameters", trainable))
-    return tuple((name, _on(some)) for name, some in flags)
-
-
-def _on(flags: tuple[bool, ...]) -> str:
-    """Return "3 of 4 (4f2a)": how many are on, and a digest of which."""
-    return f"{sum(flags)} of {len(flags)} ({hashlib.blake2b(bytes(flags), digest_size=2).hexdigest()})"
 
 
 def program_of(

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from autoshard.runtime.watch.beacon import Beacon, beacon_of
+from autoshard.runtime.watch.call_traits import ADVICE
 from autoshard.runtime.watch.connection_errors import has_timed_out, is_connection_error, peer_error
 from autoshard.runtime.watch.failed_calls import partly_failed_error
 from autoshard.runtime.watch.rank_status import Status
@@ -26,13 +27,6 @@ from passes.errors import DistributedError
 T = TypeVar("T")
 
 INTERRUPTIBLE = timedelta(seconds=1)  # time after which a waiting rank looks whether it was interrupted
-
-WRITES = "writes to parameters"  # the trait of a call: how often they were changed in place
-NUMBERS = "optimizer steps"  # the trait of a call: the numbers, such as learning rates, that optimizers have stepped with
-_ADVICE = {
-    WRITES: "step the optimizer, load a checkpoint and change parameters on every rank",
-    NUMBERS: "give optimizers the same numbers on every rank; a scheduler that follows a loss needs the loss of the whole batch",
-}
 
 
 @dataclass(frozen=True)
@@ -163,10 +157,8 @@ class Watch:
         advice = next((one.advice for one in (first, second) if one.advice != SharedCall.advice), SharedCall.advice)
         if texts[0] == texts[1]:
             names = [name for name in dict([*first.traits, *second.traits]) if first.trait(name) != second.trait(name)]
-            if WRITES in names and NUMBERS in names:
-                names.remove(NUMBERS)  # a step that one rank makes alone changes both
             texts = (f"{texts[0]} with {first.traits_text(names)}", f"{texts[1]} with {second.traits_text(names)}")
-            advice = _ADVICE.get(names[0], advice) if len(names) == 1 else advice
+            advice = ADVICE.get(names[0], advice)
         raise DistributedError(
             f"ranks make different calls: rank {self._ranks[0]} makes {texts[0]}, rank {self._ranks[other]} makes "
             f"{texts[1]}; {advice}"

@@ -8,30 +8,17 @@ what a scatter has written, which is read by the name that it had before (https:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 from torch._inductor.codegen.cpp import OuterLoopFusedSchedulerNode
 from torch._inductor.loop_body import LoopBody
 from torch._inductor.virtualized import V
 
-from passes._torch.patches import replaced
-from passes._torch.supported import release
+from passes._torch.inductor.corrections.correction import Correction
 
 _FIT: Any = OuterLoopFusedSchedulerNode.check_outer_fusion_loop_level_attr
 _READ: Any = LoopBody.get_read_expr
-
-
-@contextmanager
-def buffers_of_fused_loops() -> Iterator[None]:
-    """Let fused loops keep a whole tensor where a buffer for one step of the outer loop would not do."""
-    with replaced(LoopBody, "get_read_expr", _read):
-        if release() >= (2, 14):
-            yield
-            return
-        with replaced(OuterLoopFusedSchedulerNode, "check_outer_fusion_loop_level_attr", _fit):
-            yield
 
 
 def _read(body: Any, name: str) -> Any:
@@ -45,3 +32,7 @@ def _fit(node: OuterLoopFusedSchedulerNode, proxies: Sequence[Any], depth: int) 
     if buffers and any(loop.steps != 1 for proxy in proxies for loop in proxy.loop_nest.loops[:depth]):
         return False
     return bool(_FIT(node, proxies, depth))
+
+
+NAMES_OF_BUFFERS = Correction(LoopBody, "get_read_expr", _read)
+SIZES_OF_BUFFERS = Correction(OuterLoopFusedSchedulerNode, "check_outer_fusion_loop_level_attr", _fit, repaired=(2, 14))

@@ -8,28 +8,15 @@ moves twice by the number of the inner loop: it adds to other rows, and behind t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from torch._inductor import config
 from torch._inductor.codegen.cpp import CppTile2DKernel, CppVecKernel
 
-from passes._torch.patches import replaced
-from passes._torch.supported import release
+from passes._torch.inductor.corrections.correction import Correction
 
 _STORE: Any = CppTile2DKernel.store
 _STORE_OF_ROWS: Any = CppVecKernel.store
-
-
-@contextmanager
-def places_of_scatters() -> Iterator[None]:
-    """Let a scatter out of a tile of two loops, run by several threads, add to the places that its indices say."""
-    if release() >= (2, 14):
-        yield
-        return
-    with replaced(CppTile2DKernel, "store", _store):
-        yield
 
 
 def _store(kernel: Any, name: str, index: Any, value: Any, mode: str | None = None) -> None:
@@ -38,3 +25,6 @@ def _store(kernel: Any, name: str, index: Any, value: Any, mode: str | None = No
         _STORE_OF_ROWS(kernel, name, index, value, mode)  # it moves the index itself
     else:
         _STORE(kernel, name, index, value, mode)
+
+
+PLACES_OF_SCATTERS = Correction(CppTile2DKernel, "store", _store, repaired=(2, 14))

@@ -7,28 +7,18 @@ windows, or of a nearest upsampling, were zero (https://github.com/pytorch/pytor
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from torch._inductor.scheduler import SchedulerNode
 
-from passes._torch.patches import replaced
-from passes._torch.supported import release
+from passes._torch.inductor.corrections.correction import Correction
 
 _RECOMPUTE = SchedulerNode.recompute_size_and_body
-
-
-@contextmanager
-def reads_after_scatters() -> Iterator[None]:
-    """Let a loop whose reads are listed anew still come after the writes into the tensors that it reads."""
-    if release() >= (2, 14):
-        yield
-        return
-    with replaced(SchedulerNode, "recompute_size_and_body", _recompute):
-        yield
 
 
 def _recompute(node: SchedulerNode, *args: Any, **kwargs: Any) -> None:
     _RECOMPUTE(node, *args, **kwargs)
     node.set_read_writes(node.read_writes.rename(node.mutation_renames))
+
+
+READS_AFTER_SCATTERS = Correction(SchedulerNode, "recompute_size_and_body", _recompute, repaired=(2, 14))

@@ -7,25 +7,19 @@ numbers are others (https://github.com/pytorch/pytorch/issues/175966).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch._inductor.codegen.cpp import CppVecKernel
 
-from passes._torch.patches import replaced
+from passes._torch.inductor.corrections.correction import Correction
 
 _ARANGE = CppVecKernel.arange
-
-
-@contextmanager
-def steps_of_64_bits() -> Iterator[None]:
-    """Let vectors of 64-bit integers be made with steps of 64 bits."""
-    with replaced(CppVecKernel, "arange", _arange):
-        yield
 
 
 def _arange(kernel: CppVecKernel, index: Any, stride: Any) -> Any:
     written: Any = f"static_cast<int64_t>({stride})" if index.dtype == torch.int64 else stride
     return _ARANGE(kernel, index, written)
+
+
+STEPS_OF_64_BITS = Correction(CppVecKernel, "arange", _arange)

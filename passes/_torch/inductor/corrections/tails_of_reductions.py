@@ -8,22 +8,13 @@ next row, and behind the end of the tensor (https://github.com/pytorch/pytorch/i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from torch._inductor.codegen.cpp import CppKernelProxy
 
-from passes._torch.patches import replaced
+from passes._torch.inductor.corrections.correction import Correction
 
 _AGGREGATE = CppKernelProxy.aggregate_reduction_buffers
-
-
-@contextmanager
-def tails_of_reductions() -> Iterator[None]:
-    """Let a reduction inside of a tiled loop write no more results than the last tile of that loop has."""
-    with replaced(CppKernelProxy, "aggregate_reduction_buffers", _aggregate):
-        yield
 
 
 def _aggregate(proxy: CppKernelProxy, is_reduced_inside: bool, outer_loop: Any) -> None:
@@ -32,3 +23,6 @@ def _aggregate(proxy: CppKernelProxy, is_reduced_inside: bool, outer_loop: Any) 
         assert proxy.loop_nest is not None and proxy.loop_nest.loops is not None
         is_reduced_inside |= proxy.loop_nest.loops[-1].is_reduction and not outer_loop.is_reduction
     _AGGREGATE(proxy, is_reduced_inside, outer_loop)
+
+
+TAILS_OF_REDUCTIONS = Correction(CppKernelProxy, "aggregate_reduction_buffers", _aggregate)
