@@ -31,7 +31,8 @@ from autoshard.planner.prediction import run_step
 from autoshard.planner.problem import Problem, captured_problem
 from autoshard.planner.recomputation import Settling, Trial, program_of_split
 from autoshard.planner.request import PlanRequest
-from benchmarks.published_runs import HELD_OUT, MEGATRON_2019, ROWS, TP, WITHOUT_SEQUENCE, Build, Row, Stack
+from benchmarks.held_out_runs import HELD_OUT
+from benchmarks.published_runs import MEGATRON_2019, ROWS, TP, WITHOUT_SEQUENCE, Build, Row, Stack
 from passes.base import PassContext
 from passes.cost.collective_time import collective_seconds
 from passes.cost.program import COMPUTE, Program, Task
@@ -53,20 +54,35 @@ def predict(row: Row) -> float:
     register_recipe(WITHOUT_SEQUENCE)
     seconds = step(row.model, row.mesh, row.batch, row.stack).step_time + seconds_beside(row)
     others = row.micro_batches - 1 + (row.stages - 1) / row.chunks
-    if not others:
-        return seconds
-    inner = ",".join(axis for axis in row.mesh.split(",") if axis.startswith(TP))
+    return seconds + others * _other_micro_batch(row) + _seconds_between_stages(row) if others else seconds
+
+
+def _other_micro_batch(row: Row) -> float:
+    """Return the seconds of a micro-batch before the last, after which nothing is updated.
+
+    Ranks that hold whole parameters send each other nothing for it, and are left out.
+    """
+    stack = replace(row.stack, options=replace(row.stack.options, optimizer=None))
+    if _shards_parameters(row):
+        return step(row.model, row.mesh, row.batch, stack).step_time
+    inner = ",".join(axis for axis in row.mesh.split(",") if axis.startswith(TP)) or "dp=1"
     ranks = Mesh(row.mesh).size // Mesh(inner).size
-    options = replace(row.stack.options, recipe=MEGATRON_2019, optimizer=None)
-    alone = step(row.model, inner, row.batch // ranks, replace(row.stack, options=options))
-    return seconds + others * alone.step_time + _seconds_between_stages(row)
+    stack = replace(stack, options=replace(stack.options, recipe=str(stack.options.recipe).removeprefix("ddp+")))
+    return step(row.model, inner, row.batch // ranks, stack).step_time
+
+
+def _shards_parameters(row: Row) -> bool:
+    """Return whether each micro-batch gathers parameters."""
+    recipe = str(row.stack.options.recipe)
+    return "fsdp" in recipe or recipe == "hsdp"
 
 
 def _seconds_between_stages(row: Row) -> float:
     """Return the seconds in which a stage of Megatron-LM sends and receives, while it computes nothing.
 
     After each chunk of a micro-batch a rank sends its part of the activations over the network while it receives another,
-    and its node gathers the parts (section 4.1 of the paper); as it does with the gradients.
+    and its node gathers the parts (section 4.1 of the paper), unless a layer reads a part of the sequence; as it does with the
+    gradients.
     """
     if row.stages == 1:
         return 0.0
@@ -77,25 +93,28 @@ def _seconds_between_stages(row: Row) -> float:
     parts = mesh.sizes[mesh.index(TP)]
     nbytes = 2 * tokens.numel() // (mesh.size // parts) * int(config.dim)
     sent = machine.across.setup + machine.across.latency + nbytes / parts / machine.across.bandwidth
-    one = sent + collective_seconds("all_gather", nbytes, mesh.group_shape((TP,)), machine)
+    gathers = MEGATRON_2019 in str(row.stack.options.recipe)
+    one = sent + (collective_seconds("all_gather", nbytes, mesh.group_shape((TP,)), machine) if gathers else 0.0)
     return 2 * (row.micro_batches * row.chunks + row.stages - 1) * one
 
 
 def seconds_beside(row: Row) -> float:
-    """Return the seconds of what the stack reads and writes beyond the program: once a step, but for logits."""
+    """Return the seconds of what the stack reads and writes beyond the program, in all micro-batches of a step."""
     with torch.device("meta"):
         model, (tokens, *_) = row.model(row.batch)
     mesh, stack = Mesh(row.mesh), row.stack
     count = sum(parameter.numel() for parameter in model.parameters())
     parts = mesh.sizes[mesh.index(TP)] if TP in mesh.names else 1
-    recipe = str(stack.options.recipe)
-    owners = mesh.size if "fsdp" in recipe else mesh.sizes[-1] if recipe == "hsdp" else parts
+    is_sharded = _shards_parameters(row)
+    owners = mesh.sizes[-1] if stack.options.recipe == "hsdp" else mesh.size if is_sharded else parts
+    joins = row.micro_batches if is_sharded else 1
     config: Any = model.config
     logits = row.micro_batches * tokens.numel() * int(config.vocab) / mesh.size
-    moved = stack.copied * count / parts + stack.updated * count / owners + stack.scored * logits
+    moved = stack.copied * joins * count / parts + stack.updated * count / owners + stack.scored * logits
     if any(stack.unfused):
         stream, inside = stack.unfused
-        moved += logits / int(config.vocab) * config.layers * (stream * config.dim + inside * config.hidden)
+        width = stream * config.dim + (inside * config.hidden if inside else 0)
+        moved += logits / int(config.vocab) * config.layers * width
     return moved / stack.hardware.memory_bandwidth
 
 
@@ -112,7 +131,7 @@ def step(build: Build, mesh: str, batch: int, stack: Stack) -> Timeline:
         program = _without_casts(program)
     if stack.runs_to_end:
         program = _run_to_end(program)
-    return run_step(_awaited(program, stack.awaits), stack.options)
+    return run_step(_awaited(program, stack.awaits, forward_alone=stack.hides_backward), stack.options)
 
 
 def _trial(problem: Problem, folded: Folded, stack: Stack) -> Trial:
@@ -171,9 +190,14 @@ def _layer(task: Task) -> str:
     return found[0] if found else ""
 
 
-def _awaited(program: Program, axes: tuple[str, ...]) -> Program:
-    """Return the program with the messages over each of `axes` awaited where they are sent: nothing runs beside."""
-    return replace(program, tasks=tuple([_awaited_task(task) if _is_awaited(task, axes) else task for task in program.tasks]))
+def _awaited(program: Program, axes: tuple[str, ...], *, forward_alone: bool = False) -> Program:
+    """Return the program with the messages over each of `axes` awaited where they are sent: nothing runs beside.
+
+    With `forward_alone`, those of the backward are not.
+    """
+    waits = [_is_awaited(task, axes) and not (forward_alone and task.backward) for task in program.tasks]
+    tasks = [_awaited_task(task) if is_awaited else task for task, is_awaited in zip(program.tasks, waits, strict=True)]
+    return replace(program, tasks=tuple(tasks))
 
 
 def _is_awaited(task: Task, axes: tuple[str, ...]) -> bool:

@@ -1,7 +1,7 @@
 """Runs whose speed was published, each as it was run, and the stacks that they ran on.
 
-A row is one run: its model, parallelism, batch, sequence, recomputation, precision and chip. `ROWS` are the runs that the cost
-model was held against while it was made. `HELD_OUT` are runs that were looked up afterwards: nothing was changed for them.
+A row is one run: its model, parallelism, batch, sequence, recomputation, precision and chip. The cost model was held against
+`ROWS` while it was made. `held_out_runs` has runs that were looked up afterwards.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class Stack:
     selective: tuple[str, ...] = ()  # kinds of values that its selective recomputation keeps; else as the options say
     pipelines: bool = False  # async tensor parallelism: one operator wherever torch has one
     awaits: tuple[str, ...] = (TP,)  # axes whose messages are awaited where they are sent
+    hides_backward: bool = False  # in the backward, their messages run beside the gradients of weights
     keeps_cast: bool = False  # parameters are kept in the dtype of products: a step casts none of them
     runs_to_end: bool = False  # recomputation runs a layer to its end: a checkpoint that is not compiled
     # Bytes that it reads and writes beyond what autoshard's program does:
@@ -128,52 +129,6 @@ def titan_stack(recipe: str, *, block: bool = False, pipelines: bool = False) ->
     )
 
 
-# Of an eager layer, forward and backward, beyond one that is compiled. A sum with the residual is a kernel apart from the norm
-# that reads it; a gated feed-forward multiplies in another kernel than that of silu, in the backward in two others.
-EAGER_SUM, EAGER_GATE = (2, 4), (4, 8)
-# The norm of both stacks (torchtitan/models/norms.py, fms/modules/layernorm.py): a conversion to float32, a square, a mean, a
-# product, a conversion, the weight; the gradients of each.
-EAGER_NORM = (6 + 8 + 4 + 8 + 6 + 4 - 4, 12 + 6 + 24 + 16 + 12 + 6 - 10)
-
-
-def unfused(recompute: str) -> tuple[int, int]:
-    """Return the bytes of an eager layer beyond a compiled one: of a layer that is computed again, the forward counts twice."""
-    times = 1 if recompute == "none" else 2
-    forward, backward = (2 * (one + other) for one, other in zip(EAGER_SUM, EAGER_NORM, strict=True))  # a layer has two of each
-    return times * forward + backward, times * EAGER_GATE[0] + EAGER_GATE[1]
-
-
-def titan_a100_stack(recompute: str) -> Stack:
-    """Return the stack of torchtitan in the summer of 2024, eager, on A100s with a network that is not named."""
-    stack = titan_stack("fsdp", block=recompute == "block")
-    return replace(
-        stack,
-        options=replace(stack.options, recompute=recompute),
-        hardware=hardware_named("a100"),
-        source="pytorch/torchtitan, docs/performance.md and train_configs/llama2_13b.toml of 2024",
-        selective=SELECTIVE if recompute == "auto" else (),
-        unfused=unfused(recompute),
-    )
-
-
-def fms_stack(hardware: str, gigabits: int, recipe: str, recompute: str = "none") -> Stack:
-    """Return the stack of IBM's fms-fsdp in the spring of 2024, eager, on nodes with a network of so many Gbit/s.
-
-    FSDP1 gathers flat parameters, which products read where they are.
-    """
-    preset = hardware_named(hardware)
-    across = replace(preset.across, bandwidth=gigabits / 8 / preset.node_size * 1e9)
-    half = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.bfloat16)
-    return Stack(
-        options=Options(recipe=recipe, mixed_precision=half, recompute=recompute, memory_limit=ANY),
-        hardware=replace(preset, name=f"{hardware}, {gigabits} Gbit/s a node", across=across),
-        source="foundation-model-stack/fms-fsdp, README.md of 2024, fms_fsdp/policies/mixed_precision.py",
-        updated=CLIP + FOREACH,
-        scored=EAGER_LOSS,
-        unfused=unfused(recompute),
-    )
-
-
 MEGATRON = Stack(
     options=Options(recipe=f"ddp+{MEGATRON_2019}", mixed_precision=FP16, recompute="block", memory_limit=ANY),
     hardware=hardware_named("a100"),
@@ -189,15 +144,15 @@ MEGATRON = Stack(
 # Rows --------------------------------------------------------------------------------------------------------------------
 
 
-def _llama(config: llama.Config, seq: int) -> Build:
+def llama_of(config: llama.Config, seq: int) -> Build:
     return lambda batch: titan(config, batch, seq)
 
 
-def _tokens_per_device(seq: int) -> Callable[[Row, float], float]:
+def tokens_per_device(seq: int) -> Callable[[Row, float], float]:
     return lambda row, seconds: row.micro_batches * row.batch * seq / Mesh(row.mesh).size / seconds
 
 
-def _gpt(config: gpt.Config) -> Build:
+def gpt_of(config: gpt.Config) -> Build:
     return lambda batch: megatron(config, batch)
 
 
@@ -208,23 +163,23 @@ def _gpt_rate(config: gpt.Config) -> Callable[[Row, float], float]:
     return lambda row, seconds: row.micro_batches * row.batch * sequence / Mesh(row.mesh).size / seconds / 1e12
 
 
-def _llama_row(
+def llama_row(
     name: str, kind: str, published: float, config: llama.Config, mesh: str, batch: int, stack: Stack, *, seq: int = 8192
 ) -> Row:
-    return Row(name, kind, published, "tokens/s", _llama(config, seq), mesh, batch, stack, _tokens_per_device(seq))
+    return Row(name, kind, published, "tokens/s", llama_of(config, seq), mesh, batch, stack, tokens_per_device(seq))
 
 
 def _gpt_row(name: str, kind: str, published: float, config: gpt.Config, mesh: str, batch: int, micro: int = 1) -> Row:
     alone = replace(MEGATRON, options=replace(MEGATRON.options, recipe="ddp"), scored=MEGATRON_LOSS - COMPILED_LOSS)
     stack = MEGATRON if TP in mesh else alone
-    return Row(name, kind, published, "TFLOP/s", _gpt(config), mesh, batch, stack, _gpt_rate(config), micro)
+    return Row(name, kind, published, "TFLOP/s", gpt_of(config), mesh, batch, stack, _gpt_rate(config), micro)
 
 
 def _pipeline_row(
     name: str, published: float, config: gpt.Config, mesh: str, batch: int, micro: int, stages: int, chunks: int = 1
 ) -> Row:
     """Return a run with its own DDP (--DDP-impl local), which reduces gradients after the backward."""
-    stage, rate = _gpt(replace(config, layers=config.layers // stages)), _gpt_rate(config)
+    stage, rate = gpt_of(replace(config, layers=config.layers // stages)), _gpt_rate(config)
     stack = replace(MEGATRON, awaits=(DP, TP))
     return Row(
         name, PIPELINE, published, "TFLOP/s", stage, mesh, batch, stack,
@@ -232,65 +187,32 @@ def _pipeline_row(
     )  # fmt: skip
 
 
-def _gpt_config(layers: int, dim: int, heads: int) -> gpt.Config:
+def gpt_config(layers: int, dim: int, heads: int) -> gpt.Config:
     return gpt.Config(layers=layers, dim=dim, heads=heads, vocab=51200, seq=2048)
 
 
 FSDP, TENSOR, ASYNC, PIPELINE = "fsdp", "fsdp + tp", "fsdp + async tp", "ddp + tp + pp"
 FULL = titan_stack("fsdp+megatron", block=True)
 ROWS = (
-    _llama_row("Llama 3 8B, 8 GPUs, FSDP", FSDP, 6667, llama.LLAMA3_8B, "dp=8", 16, titan_stack("fsdp")),
-    _llama_row("Llama 3 8B, 128 GPUs, FSDP", FSDP, 6514, llama.LLAMA3_8B, "dp=128", 256, titan_stack("fsdp")),
-    _llama_row("Llama 3 70B, 256 GPUs, TP", TENSOR, 597.3, llama.LLAMA3_70B, "dp=32,tp=8", 512, FULL),
-    _llama_row(
+    llama_row("Llama 3 8B, 8 GPUs, FSDP", FSDP, 6667, llama.LLAMA3_8B, "dp=8", 16, titan_stack("fsdp")),
+    llama_row("Llama 3 8B, 128 GPUs, FSDP", FSDP, 6514, llama.LLAMA3_8B, "dp=128", 256, titan_stack("fsdp")),
+    llama_row("Llama 3 70B, 256 GPUs, TP", TENSOR, 597.3, llama.LLAMA3_70B, "dp=32,tp=8", 512, FULL),
+    llama_row(
         "Llama 3 70B, 256 GPUs, async TP", ASYNC, 652.4, llama.LLAMA3_70B, "dp=32,tp=8", 512, replace(FULL, pipelines=True)
     ),
-    _llama_row("Llama 3 8B, 64 GPUs, TP", TENSOR, 4378, llama.LLAMA3_8B, "dp=8,tp=8", 96, titan_stack("fsdp+megatron")),
-    _llama_row(
+    llama_row("Llama 3 8B, 64 GPUs, TP", TENSOR, 4378, llama.LLAMA3_8B, "dp=8,tp=8", 96, titan_stack("fsdp+megatron")),
+    llama_row(
         "Llama 3 8B, 64 GPUs, async TP", ASYNC, 4809, llama.LLAMA3_8B, "dp=8,tp=8", 96,
         titan_stack("fsdp+megatron", pipelines=True),
     ),
-    _gpt_row("GPT 1.7B, 32 GPUs, DP", "ddp", 137, _gpt_config(24, 2304, 24), "dp=32", 512),
-    _gpt_row("GPT 3.6B, 64 GPUs, TP", "ddp + tp", 138, _gpt_config(30, 3072, 32), "dp=32,tp=2", 512),
-    _gpt_row("GPT 7.5B, 128 GPUs, TP", "ddp + tp", 142, _gpt_config(36, 4096, 32), "dp=32,tp=4", 512),
-    _gpt_row("GPT 18.4B, 256 GPUs, TP", "ddp + tp", 135, _gpt_config(40, 6144, 48), "dp=32,tp=8", 256, 4),
-    _pipeline_row("GPT 39.1B, 512 GPUs, PP", 138, _gpt_config(48, 8192, 64), "dp=32,tp=8", 128, 12, 2),
-    _pipeline_row("GPT 76.1B, 1024 GPUs, PP", 140, _gpt_config(60, 10240, 80), "dp=32,tp=8", 64, 28, 4, 3),
-    _pipeline_row("GPT 145.6B, 1536 GPUs, PP", 148, _gpt_config(80, 12288, 96), "dp=24,tp=8", 48, 48, 8, 2),
-    _pipeline_row("GPT 310.1B, 1920 GPUs, PP", 155, _gpt_config(96, 16384, 128), "dp=15,tp=8", 15, 144, 16, 2),
-    _pipeline_row("GPT 529.6B, 2520 GPUs, PP", 163, _gpt_config(105, 20480, 128), "dp=9,tp=8", 9, 280, 35, 3),
-    _pipeline_row("GPT 1008B, 3072 GPUs, PP", 163, _gpt_config(128, 25600, 160), "dp=6,tp=8", 6, 512, 64),
+    _gpt_row("GPT 1.7B, 32 GPUs, DP", "ddp", 137, gpt_config(24, 2304, 24), "dp=32", 512),
+    _gpt_row("GPT 3.6B, 64 GPUs, TP", "ddp + tp", 138, gpt_config(30, 3072, 32), "dp=32,tp=2", 512),
+    _gpt_row("GPT 7.5B, 128 GPUs, TP", "ddp + tp", 142, gpt_config(36, 4096, 32), "dp=32,tp=4", 512),
+    _gpt_row("GPT 18.4B, 256 GPUs, TP", "ddp + tp", 135, gpt_config(40, 6144, 48), "dp=32,tp=8", 256, 4),
+    _pipeline_row("GPT 39.1B, 512 GPUs, PP", 138, gpt_config(48, 8192, 64), "dp=32,tp=8", 128, 12, 2),
+    _pipeline_row("GPT 76.1B, 1024 GPUs, PP", 140, gpt_config(60, 10240, 80), "dp=32,tp=8", 64, 28, 4, 3),
+    _pipeline_row("GPT 145.6B, 1536 GPUs, PP", 148, gpt_config(80, 12288, 96), "dp=24,tp=8", 48, 48, 8, 2),
+    _pipeline_row("GPT 310.1B, 1920 GPUs, PP", 155, gpt_config(96, 16384, 128), "dp=15,tp=8", 15, 144, 16, 2),
+    _pipeline_row("GPT 529.6B, 2520 GPUs, PP", 163, gpt_config(105, 20480, 128), "dp=9,tp=8", 9, 280, 35, 3),
+    _pipeline_row("GPT 1008B, 3072 GPUs, PP", 163, gpt_config(128, 25600, 160), "dp=6,tp=8", 6, 512, 64),
 )  # fmt: skip
-
-# Llama 2, and the 34B of Code Llama.
-LLAMA2_7B = llama.Config(layers=32, dim=4096, heads=32, kv_heads=32, hidden=11008, vocab=32000)
-LLAMA2_13B = llama.Config(layers=40, dim=5120, heads=40, kv_heads=40, hidden=13824, vocab=32000)
-LLAMA2_34B = llama.Config(layers=48, dim=8192, heads=64, kv_heads=8, hidden=22016, vocab=32000)
-LLAMA2_70B = replace(llama.LLAMA3_70B, vocab=32000)
-
-
-def _held_out(
-    name: str, published: float, config: llama.Config, mesh: str, batch: int, stack: Stack, *, seq: int = 4096
-) -> Row:
-    """Return a run of as many sequences per rank as `batch` says."""
-    kind = f"{stack.options.recipe}, held out"
-    return _llama_row(name, kind, published, config, mesh, batch * Mesh(mesh).size, stack, seq=seq)
-
-
-TITAN_NONE, TITAN_SELECTIVE, TITAN_FULL = (titan_a100_stack(recompute) for recompute in ("none", "auto", "block"))
-EAGER = replace(titan_stack("fsdp"), unfused=unfused("auto"), source="benchmarks/llama3_h100_202412_torchtitan.md, table 1")
-HELD_OUT = (
-    _held_out("Llama 3 8B, 8 H100, eager", 5762, llama.LLAMA3_8B, "dp=8", 2, EAGER, seq=8192),
-    _held_out("Llama 3 8B, 64 A100", 2973, llama.LLAMA3_8B, "dp=64", 1, TITAN_SELECTIVE, seq=8192),
-    _held_out("Llama 3 70B, 64 A100", 331, llama.LLAMA3_70B, "dp=64", 1, TITAN_FULL, seq=8192),
-    _held_out("Llama 2 13B, 64 A100", 2162, LLAMA2_13B, "dp=64", 2, TITAN_NONE),
-    _held_out("Llama 2 13B, 64 A100, selective", 1904, LLAMA2_13B, "dp=64", 2, TITAN_SELECTIVE),
-    _held_out("Llama 2 70B, 64 A100, selective", 355, LLAMA2_70B, "dp=64", 1, TITAN_SELECTIVE),
-    _held_out("Llama 2 70B, 64 A100", 353, LLAMA2_70B, "dp=64", 2, TITAN_FULL),
-    _held_out("Llama 2 7B, 128 A100", 3760, LLAMA2_7B, "nodes=16,dp=8", 2, fms_stack("a100", 400, "hsdp")),
-    _held_out("Llama 2 7B, 96 H100", 7500, LLAMA2_7B, "nodes=12,dp=8", 2, fms_stack("h100", 800, "hsdp")),
-    _held_out("Llama 2 13B, 128 A100", 1700, LLAMA2_13B, "nodes=16,dp=8", 1, fms_stack("a100", 400, "hsdp")),
-    _held_out("Llama 2 34B, 128 A100", 772, LLAMA2_34B, "dp=128", 8, fms_stack("a100", 400, "fsdp", "block")),
-    _held_out("Llama 2 34B, 96 H100", 1550, LLAMA2_34B, "dp=96", 2, fms_stack("h100", 800, "fsdp", "block")),
-    _held_out("Llama 2 70B, 128 A100", 380, LLAMA2_70B, "dp=128", 6, fms_stack("a100", 400, "fsdp", "block")),
-)

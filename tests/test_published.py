@@ -7,8 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks import published
+from benchmarks.held_out_runs import EAGER_GATE, EAGER_NORM, EAGER_SUM, fms_stack, unfused
 from benchmarks.published import (
     _awaited,
+    _other_micro_batch,
     _run_to_end,
     _seconds_between_stages,
     _without_casts,
@@ -17,26 +20,22 @@ from benchmarks.published import (
 )
 from benchmarks.published_runs import (
     CLIP,
-    EAGER_GATE,
     EAGER_LOSS,
-    EAGER_NORM,
-    EAGER_SUM,
     FOREACH,
     FSDP_COPIES,
     ROWS,
     Row,
-    _gpt_config,
+    Stack,
     _gpt_rate,
-    _llama_row,
     _pipeline_row,
-    fms_stack,
+    gpt_config,
+    llama_row,
     titan_stack,
-    unfused,
 )
 from examples import gpt, llama
 from passes.cost.collective_time import collective_seconds
 from passes.cost.program import Task
-from passes.cost.simulate import simulate
+from passes.cost.simulate import Timeline, simulate
 from passes.hardware.hardware import Group
 from passes.recipes import registry
 from tests.cost.programs import gather, kernel, program
@@ -49,6 +48,9 @@ def test_a_message_of_tensor_parallelism_is_awaited_where_it_is_sent() -> None:
     assert simulate(_awaited(given, ("tp",))).step_time == 7.0
     other = replace(given, tasks=tuple(replace(task, axes=("dp",) if task.axes else ()) for task in given.tasks))
     assert _awaited(other, ("tp",)) == other
+    backward = replace(given, tasks=tuple(replace(task, backward=True) for task in given.tasks))
+    assert _awaited(given, ("tp",), forward_alone=True) == _awaited(given, ("tp",))
+    assert _awaited(backward, ("tp",), forward_alone=True) == backward
 
 
 def test_a_checkpoint_that_is_not_compiled_runs_a_layer_to_its_end_again() -> None:
@@ -91,18 +93,51 @@ def test_a_stack_s_bytes_are_counted_for_what_they_are() -> None:
 @pytest.mark.parametrize(("recipe", "parts"), [("fsdp", 16), ("hsdp", 8)])
 def test_a_rank_updates_the_parameters_that_it_stores(recipe: str, parts: int) -> None:
     stack = replace(fms_stack("a100", 400, recipe), scored=0, unfused=(0, 0))
-    row = _llama_row("tiny", recipe, 1.0, llama.TINY, "nodes=2,dp=8", 16, stack, seq=32)
+    row = llama_row("tiny", recipe, 1.0, llama.TINY, "nodes=2,dp=8", 16, stack, seq=32)
     with torch.device("meta"):
         parameters = sum(one.numel() for one in row.model(1)[0].parameters())
     expected = (CLIP + FOREACH) * parameters / parts / stack.hardware.memory_bandwidth
     assert seconds_beside(row) == pytest.approx(expected)
 
 
+def test_parameters_that_are_sharded_are_joined_for_each_micro_batch() -> None:
+    def seconds(recipe: str, micro_batches: int) -> float:
+        stack = replace(titan_stack(recipe), scored=0)
+        row = llama_row("tiny", recipe, 1.0, llama.TINY, "dp=8", 16, stack, seq=32)
+        return seconds_beside(replace(row, micro_batches=micro_batches))
+
+    with torch.device("meta"):
+        parameters = sum(one.numel() for one in llama.Llama(llama.TINY).parameters())
+    again = FSDP_COPIES * parameters / titan_stack("fsdp").hardware.memory_bandwidth
+    assert seconds("fsdp", 3) - seconds("fsdp", 1) == pytest.approx(2 * again)
+    assert seconds("ddp", 3) == seconds("ddp", 1)
+
+
+def test_a_micro_batch_of_sharded_parameters_is_predicted_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    meshes = list[tuple[str, int, str]]()
+
+    def noted(build: object, mesh: str, batch: int, stack: Stack) -> Timeline:
+        meshes.append((mesh, batch, str(stack.options.recipe)))
+        assert stack.options.optimizer is None
+        return simulate(program(kernel("a", 1.0)))
+
+    monkeypatch.setattr(published, "step", noted)
+    for recipe in ("fsdp", "hsdp", "ddp+megatron_2019", "megatron"):
+        mesh = "tp=2" if recipe == "megatron" else "dp=4,tp=2"
+        _other_micro_batch(llama_row("tiny", recipe, 1.0, llama.TINY, mesh, 8, titan_stack(recipe), seq=32))
+    assert meshes == [
+        ("dp=4,tp=2", 8, "fsdp"),
+        ("dp=4,tp=2", 8, "hsdp"),
+        ("tp=2", 2, "megatron_2019"),
+        ("tp=2", 8, "megatron"),
+    ]
+
+
 def test_an_eager_layer_that_is_computed_again_runs_its_forward_twice() -> None:
     once, twice = unfused("none"), unfused("block")
     assert twice == (once[0] + 2 * (EAGER_SUM[0] + EAGER_NORM[0]), once[1] + EAGER_GATE[0])
     eager = replace(titan_stack("fsdp"), unfused=once)
-    rows = [_llama_row("tiny", "fsdp", 1.0, llama.TINY, "dp=2", 4, one, seq=32) for one in (eager, titan_stack("fsdp"))]
+    rows = [llama_row("tiny", "fsdp", 1.0, llama.TINY, "dp=2", 4, one, seq=32) for one in (eager, titan_stack("fsdp"))]
     moved = 4 * 32 // 2 * llama.TINY.layers * (once[0] * llama.TINY.dim + once[1] * llama.TINY.hidden)
     longer = moved / eager.hardware.memory_bandwidth
     assert seconds_beside(rows[0]) - seconds_beside(rows[1]) == pytest.approx(longer)
@@ -114,12 +149,12 @@ def test_a_node_s_network_is_shared_by_its_devices() -> None:
 
 def test_the_rate_of_a_gpt_is_the_paper_s() -> None:
     row = next(row for row in ROWS if row.name.startswith("GPT 1.7B"))
-    assert _gpt_rate(_gpt_config(24, 2304, 24))(row, 3.528) == pytest.approx(137, rel=1e-3)
+    assert _gpt_rate(gpt_config(24, 2304, 24))(row, 3.528) == pytest.approx(137, rel=1e-3)
 
 
 def tiny(*, pipelines: bool = False, block: bool = False) -> Row:
     stack = titan_stack("fsdp+megatron", block=block, pipelines=pipelines)
-    return _llama_row("tiny", "fsdp + tp", 1.0, llama.TINY, "dp=2,tp=2", 4, stack, seq=32)
+    return llama_row("tiny", "fsdp + tp", 1.0, llama.TINY, "dp=2,tp=2", 4, stack, seq=32)
 
 
 @pytest.mark.slow
