@@ -188,10 +188,54 @@ def test_ranks_that_step_with_other_learning_rates_are_in_error() -> None:
 
     told = (
         f"DistributedError: ranks make different calls: rank 0 {made(0.1)}, rank 1 {made(0.2)}; give optimizers the same numbers "
-        "on every rank; a scheduler that follows a loss needs the loss of the whole batch"
+        "on every rank; a scheduler or a line search that follows a loss needs the loss of the whole batch"
     )
     assert _without_digests(first) == ["nothing"] * 4 + [told, "nothing"]
     assert first == second
+
+
+def _line_search(rank: int) -> list[tuple[int, float, str]]:
+    found = []
+    for is_whole in (True, False):
+        torch.manual_seed(0)
+        target = torch.randn(8, 2).chunk(2)[rank]
+        model, parts = sharded(init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=20.0, max_iter=1, max_eval=50, line_search_fn="strong_wolfe")
+        losses: list[torch.Tensor] = []
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()  # noqa: B023
+            loss = (model(*parts) - target).square().mean()  # noqa: B023
+            loss.backward()
+            losses.append(loss.detach())  # noqa: B023
+            if is_whole:  # noqa: B023
+                dist.all_reduce(losses[-1].div_(2))  # noqa: B023
+            return losses[-1]  # noqa: B023
+
+        optimizer.step(closure)
+        length = float(optimizer.state[next(model.parameters())]["t"])
+        found.append((len(losses), length, error_of(lambda: model(*parts))))  # noqa: B023
+    return found
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_a_line_search_that_follows_the_loss_of_a_part_is_an_error() -> None:
+    """Ranks that evaluate as often as others may still have chosen another length, and move their own parameters by it."""
+    (first, other), (second, another) = run_on_ranks(_line_search, 2)
+    assert first == second == (3, first[1], "nothing")
+    call = "makes forward call 4 of Net (model 2) (training, with gradients) with optimizer steps LBFGS history_size=100"
+    settings = "lr=20, max_eval=50, max_iter=1, tolerance_change=1e-09, tolerance_grad=1e-07 ()"
+
+    def made(length: float) -> str:
+        return f"{call}, length of the last step={length:.6g}, {settings} (training, global x: float32[8, 4])"
+
+    told = (
+        f"DistributedError: ranks make different calls: rank 0 {made(other[1])}, rank 1 {made(another[1])}; give optimizers the "
+        "same numbers on every rank; a scheduler or a line search that follows a loss needs the loss of the whole batch"
+    )
+    assert other[0] == another[0] == 3 and other[1] != another[1]
+    assert _without_digests([other[2], another[2]]) == [told, told]
 
 
 def _late(rank: int) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -50,10 +50,19 @@ def _note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     first = next((one for one in held if isinstance(one, DTensor)), None)
     if first is None:
         return
-    groups = sorted({", ".join(_numbers(group)) for group in optimizer.param_groups})  # ranks may have them in another order
+    chosen = _length_of_step(optimizer, first)
+    groups = sorted({", ".join(_numbers(group | chosen)) for group in optimizer.param_groups})  # ranks may have another order
     last, before = f"{type(optimizer).__name__} {' and '.join(groups[:SHOWN])}", _STEPS.get(first)
     told = repr((before and before.digest, type(optimizer).__name__, groups))
     _STEPS[first] = _Steps(last, hashlib.blake2b(told.encode(), digest_size=8).hexdigest())
+
+
+def _length_of_step(optimizer: Optimizer, first: DTensor) -> dict[str, Any]:
+    """Return the length of the step that LBFGS chose: its line search compares losses that it is given."""
+    length = optimizer.state[first].get("t") if isinstance(optimizer, LBFGS) else None
+    if isinstance(length, DTensor):  # a part of a sum cannot be read without the other ranks
+        length = length.to_local() if all(one.is_replicate() for one in length.placements) else None
+    return {} if length is None else {"length of the last step": float(length)}
 
 
 def _numbers(group: dict[str, Any]) -> Iterator[str]:

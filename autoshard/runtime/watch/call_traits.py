@@ -8,7 +8,8 @@ from functools import lru_cache
 _WRITES, _NUMBERS = "writes to parameters", "optimizer steps"
 ADVICE = {
     _WRITES: "step the optimizer, load a checkpoint and change parameters on every rank",
-    _NUMBERS: "give optimizers the same numbers on every rank; a scheduler that follows a loss needs the loss of the whole batch",
+    _NUMBERS: "give optimizers the same numbers on every rank; a scheduler or a line search that follows a loss needs the loss "
+    "of the whole batch",
 }
 
 
