@@ -61,6 +61,11 @@ For the rest of the process, once (`once`):
 | `OpDispatcher._dispatch_get_local_results_slow_path` | a sharded module is made | random ops on CPU | dtensor_hooks/values.py |
 | DTensor's handler of `eye` | a sharded module is made | `nn.init.eye_` | dtensor_hooks/dtensor_views.py |
 | DTensor's handlers of sums, scans and losses | a sharded module is made | parts are mixed up | dtensor_hooks/wrong_rules.py |
+| DTensor's handlers of `any`, `view(dtype)` | a sharded module is made | parts are pending | dtensor_hooks/pending_parts.py |
+| DTensor's rule for `threshold` | a sharded module is made | maxima are pending | dtensor_hooks/pending_parts.py |
+| `_math_ops._infer_reduction_dims` | a sharded module is made | no dims are all | dtensor_hooks/pending_parts.py |
+| DTensor's handlers of convolutions | a sharded module is made | weights have parts | dtensor_hooks/whole_weights.py |
+| DTensor's handlers of `rrelu_with_noise` | a sharded module is made | random ops on CPU | dtensor_hooks/values.py |
 | `Partial._reduce_value` | a sharded module is made | maxima keep NaN | dtensor_hooks/wrong_rules.py |
 | DTensor's handlers of maxima and norms | a sharded module is made | a rank has no elements | dtensor_hooks/empty_parts.py |
 | DTensor's handler of `_local_scalar_dense`, `DTensor.__format__` | groups are opened | `item()` | dtensor_hooks/values.py |

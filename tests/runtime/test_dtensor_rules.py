@@ -37,6 +37,16 @@ def _changed(change: Callable[[Tensor], object]) -> Callable[[Tensor, Tensor], T
     return result
 
 
+def _filled(reduce: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda weight, other: reduce(weight.detach()).fill_(2.0)
+
+
+def _part_of_a_sum(weight: Tensor) -> Tensor:
+    result = weight.detach().sum(0)
+    result[0].fill_(2.0)
+    return result
+
+
 RESULTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum of norms of columns": _on_each(lambda weight: weight.norm(dim=0).sum()),
     "sum of norms of rows": _on_each(lambda weight: weight.norm(3, dim=-1, keepdim=True).sum(0)),
@@ -73,6 +83,30 @@ RESULTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "Gumbel": lambda weight, other: F.gumbel_softmax(weight.detach()),
     "drawn rows": _on_each(lambda weight: torch.multinomial(weight.detach().softmax(-1), 1)),
     "transposed": _changed(lambda weight: weight.t().normal_()),
+    "slopes": _on_each(lambda weight: F.rrelu(weight, training=True)),
+    "slopes, in place": _changed(lambda weight: F.rrelu_(weight, training=True)),
+    "whether columns are used, as numbers": _on_each(lambda weight: (weight > 0).any(0).int()),
+    "values of columns that are used": _on_each(lambda weight: weight * (weight > 0).any(0)),
+    "whether it is used, as a number": _on_each(lambda weight: (weight > -9).any().float()),
+    "infinite norm": _on_each(lambda weight: weight.norm(math.inf)),
+    "largest": _on_each(lambda weight: weight.amax()),
+    "sum of no dims, which is of all": _on_each(lambda weight: weight.sum([], keepdim=True)),
+    "magnitude of maxima": _on_each(lambda weight: (weight - 3).amax(0).norm(math.inf)),
+    "minima below a threshold": _on_each(lambda weight: F.threshold(weight.amin(0), 0.1, 0.9)),
+    "bits of a sum": _on_each(lambda weight: weight.detach().round().sum(0).view(torch.int32)),
+    "bytes": _on_each(lambda weight: weight.detach().view(torch.uint8)),
+    "filled sum": _filled(lambda weight: weight.sum(0)),
+    "filled sum of all": _filled(lambda weight: weight.sum()),
+    "filled mean": _filled(lambda weight: weight.mean(0)),
+    "filled product": _filled(lambda weight: weight.prod(0)),
+    "filled norms": _filled(lambda weight: weight.norm(dim=0)),
+    "filled maxima": _filled(lambda weight: weight.amax(-1)),
+    "filled tensor like a sum": _filled(lambda weight: torch.empty_like(weight.sum(0))),
+    "part of a sum that is filled": _on_each(_part_of_a_sum),
+    "convolution": lambda weight, other: F.conv1d(weight[..., None], other[..., None]),
+    "convolution of a batch": lambda weight, other: F.conv1d(weight[..., None], other.detach()[..., None], other.detach()[:, 0]),
+    "convolution of an image": lambda weight, other: F.conv2d(weight[None, None], other[None, None], padding=2),
+    "transposed convolution": lambda weight, other: F.conv_transpose1d(weight[..., None], other.mT[..., None]),
 }
 
 
@@ -124,6 +158,13 @@ def _wrong(rank: int) -> list[str]:
     )
     with pytest.raises(RuntimeError, match=f"^{re.escape(text)}$"):
         distributed_parameter(nn.Parameter(torch.ones(5, 7)), place, Layout((Shard(0),))).detach().sum(0).exponential_()
+    pending = distributed_parameter(nn.Parameter(torch.ones(5, 7)), place, Layout((Shard(0),))).detach().norm(dim=0)
+    text = (
+        "fill_(-1.0) cannot change a DTensor that is pending as _NormP(2); fill tensor.redistribute(placements=...), or the "
+        "whole, tensor.full_tensor()"
+    )
+    with pytest.raises(RuntimeError, match=f"^{re.escape(text)}$"):
+        pending.fill_(-1.0)
     wrong = _changed_in_a_copy(place)
     for shape in ((5, 7), (8, 6), (1, 3)):
         torch.manual_seed(0)
@@ -143,5 +184,6 @@ def _wrong(rank: int) -> list[str]:
 
 @pytest.mark.gloo
 def test_results_that_dtensor_gets_wrong_are_those_of_one_device() -> None:
-    """DTensor added up norms of parts, averaged means of uneven parts, and divided gradients by a part's elements."""
+    """DTensor added up norms and truth values of parts, averaged means of uneven parts, divided gradients by a part's elements,
+    filled each part of a sum, and convolved each part of a weight."""
     assert run_on_ranks(_wrong, 2) == [[], []]

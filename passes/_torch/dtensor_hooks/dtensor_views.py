@@ -13,6 +13,7 @@ from torch.distributed.tensor._ops import _view_ops
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from passes._torch.dtensor import local_of_dtensor, written_arguments
+from passes._torch.dtensor_hooks.pending_parts import fill_pending, is_pending
 from passes._torch.fake import shares_memory
 from passes._torch.patches import once
 
@@ -70,7 +71,10 @@ def _write_through(part_like: Callable[[torch.Tensor, DTensor], DTensor]) -> Non
     ) -> Any:
         gathered = args[0] if _is_written_in_a_copy(op, args, sharding) else None
         spec = None if gathered is None else gathered._spec
-        result = dispatched(self, op, args, kwargs, mesh, sharding, *rest)
+        if op is torch.ops.aten.fill_.Scalar and is_pending(args[0]):
+            result: Any = fill_pending(*args)
+        else:
+            result = dispatched(self, op, args, kwargs, mesh, sharding, *rest)
         if gathered is not None:
             gathered._spec = spec  # as torch gives it that of the copy
             raise RuntimeError(

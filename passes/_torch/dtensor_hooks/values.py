@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -94,6 +95,8 @@ def _draw_whole(laid_out_as: Callable[[torch.Tensor, DTensor], DTensor]) -> None
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     for op in _DRAWN_AS_OTHERS:
         handlers[op] = _drawn_as_others
+    for op in (torch.ops.aten.rrelu_with_noise.default, torch.ops.aten.rrelu_with_noise_.default):
+        handlers[op] = torch.compiler.disable(partial(_leaked, laid_out_as))  # type: ignore[no-untyped-call]
 
 
 def _drawn_as_others(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -105,6 +108,24 @@ def _drawn_as_others(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     return args[0] if is_written else result
 
 
+def _leaked(
+    laid_out_as: Callable[[torch.Tensor, DTensor], DTensor], op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """Draw the slopes of all parts of a randomized leaky ReLU, which torch keeps in a tensor that it is given."""
+    tensor, noise, *settings = args
+    is_drawn = len(settings) > _TRAINS and settings[_TRAINS]
+    if not (is_drawn and _has_parts_on_cpu(tensor)):
+        return as_usual(op, args, kwargs)
+    slopes = noise.full_tensor()
+    result = laid_out_as(op(tensor.full_tensor(), slopes, *settings, **kwargs), tensor)
+    local_of_dtensor(noise).copy_(local_of_dtensor(laid_out_as(slopes, noise)))
+    if op is torch.ops.aten.rrelu_with_noise.default:
+        return result
+    local_of_dtensor(tensor).copy_(local_of_dtensor(result))
+    return tensor
+
+
+_TRAINS = 2  # the place of `training` behind the tensors
 _DRAWN_AS_OTHERS = {
     torch.ops.aten.exponential_.default,
     torch.ops.aten.cauchy_.default,

@@ -8,10 +8,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial
 
 from passes._torch.dtensor import shard_of
 from passes._torch.dtensor_hooks.empty_parts import as_usual
+from passes._torch.dtensor_hooks.pending_parts import reduce_pending_parts, reduced
+from passes._torch.dtensor_hooks.whole_weights import CONVOLUTIONS
 from passes._torch.patches import once
 
 aten = torch.ops.aten
@@ -53,6 +55,8 @@ def _put_in_handlers() -> None:
     for corrects, ops in corrected:
         for op in ops:
             handlers[op] = partial(corrects, handlers.get(op, as_usual))
+    handlers.update(CONVOLUTIONS)
+    reduce_pending_parts()
     _keep_nan()
 
 
@@ -76,8 +80,7 @@ def _summed(usual: _Handler, op: Any, args: tuple[Any, ...], kwargs: Mapping[str
     """Sum a tensor that is no sum of parts, as norms and truth values are not, when the parts are one."""
     tensor = args[0]
     if any(placement.is_partial() and not _adds_up(placement, tensor) for placement in tensor.placements):
-        placements = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
-        return op(tensor.redistribute(placements=placements), *args[1:], **kwargs)
+        return op(reduced(tensor), *args[1:], **kwargs)
     return usual(op, args, kwargs)
 
 
