@@ -53,6 +53,17 @@ def centred_columns(x: Tensor, weight: Tensor) -> Tensor:
     return torch.stack([total - total.mean(-1, keepdim=True), erf, logs], -1)
 
 
+def counted_places(x: Tensor, weight: Tensor) -> Tensor:
+    """Count in integers what was given as a float: counts were floats, of other numbers, and no indices (pytorch#189518)."""
+    places = torch.ones(8).cumsum(0, dtype=torch.long) - 1
+    return weight[0, places] * x + torch.full((8,), 0.3).cumsum(0, dtype=torch.long) + torch.ones(()).cumsum(0)
+
+
+def products_with_zero(x: Tensor, weight: Tensor) -> Tensor:
+    """Multiply what is not finite by 0, which was 0 (pytorch#187580)."""
+    return (x * 0).isnan() + weight[0]
+
+
 PIXELS, BYTES = torch.arange(3 * 50 * 70) % 191 + 23, torch.arange(50 * 70) % 97 - 113
 CASES: dict[Callable[[Tensor, Tensor], Tensor], Tensor] = {
     scaled_image: PIXELS.view(3, 50, 70).to(torch.uint8),
@@ -60,6 +71,8 @@ CASES: dict[Callable[[Tensor, Tensor], Tensor], Tensor] = {
     distant_places: torch.zeros(40, dtype=torch.int64),
     masked_weights: torch.linspace(-1, 1, 64).view(8, 8),
     added_rows: torch.tensor([0, 2]),
+    counted_places: torch.linspace(-1, 1, 8),
+    products_with_zero: 1 / torch.arange(8).float(),
     centred_columns: torch.linspace(-2, 2, 32 * 8 * 17).sin().view(32, 8, 17),
 }
 

@@ -39,6 +39,7 @@ def run_joint_graph_passes(gm: GraphModule) -> None:
     with (
         _compiling([node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]),
         possible_patterns(),
+        corrected(),
         replaced(ConstantFolder, "node_to_last_non_output_use", _last_uses),
     ):
         joint_graph_passes(gm)
