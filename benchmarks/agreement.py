@@ -1,5 +1,7 @@
 """Compare the solver's model of a step with the simulator: `python -m benchmarks.agreement [MODEL ...] [--case N]`.
 
+`--without NAME` leaves out a recipe.
+
 Print for each case of the grid the ratio of objective to simulated step, for the solver's own plan and for each recipe, and
 the ratio of the solver's bound to the fastest simulated step. A bound whose ratio is above 1 does not hold for the simulator.
 """
@@ -8,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -54,6 +56,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="*", help="names of models; by default all")
     parser.add_argument("--case", type=int, action="append", help="the number of a case, from 0; by default all")
+    parser.add_argument("--without", action="append", default=[], help="the name of a recipe that is left out")
     given = parser.parse_args()
     ratios: list[float] = []
     own: list[float] = []
@@ -63,7 +66,7 @@ def main() -> None:
         if not is_named or (given.case is not None and number not in given.case):
             continue
         try:
-            rows, bound = compared(case)
+            rows, bound = compared(case, given.without)
         except MemoryLimitError as error:
             print(f"{case}: {error}", flush=True)
             continue
@@ -84,7 +87,7 @@ def main() -> None:
         print(f"the solver's step, of the best recipe's: {figures}")
 
 
-def compared(case: Case) -> tuple[list[Row], float | None]:
+def compared(case: Case, without: Collection[str] = ()) -> tuple[list[Row], float | None]:
     """Return a row for the solver's own plan and each recipe of a case, and the solver's bound in seconds."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     with torch.device("meta"):
@@ -96,13 +99,13 @@ def compared(case: Case) -> tuple[list[Row], float | None]:
     assert solved.answer is not None and solved.prepared is not None
     found = in_chunks(problem, solved.answer.evaluation)
     rows = [Row(SOLVED, solved.answer.solution.objective, found.cost.step_time, task.fits(found))]
-    return [*rows, *_recipes(task, Experts(problem, task.folded), solved.prepared)], solved.bound
+    return [*rows, *_recipes(task, Experts(problem, task.folded), solved.prepared, without)], solved.bound
 
 
-def _recipes(task: SearchTask, experts: Experts, prepared: Prepared) -> Iterator[Row]:
+def _recipes(task: SearchTask, experts: Experts, prepared: Prepared, without: Collection[str]) -> Iterator[Row]:
     """Yield a row for each recipe that pads the batch as the solver does, with dims padded as the solver pads them."""
     for name, recipes in experts:
-        if gaining_axes(padded_for(task.problem, recipes)) != gaining_axes(task.problem):
+        if name in without or gaining_axes(padded_for(task.problem, recipes)) != gaining_axes(task.problem):
             continue
         objective = estimate(experts, recipes, prepared)
         found = in_chunks(task.problem, task.evaluate(recipes))
