@@ -21,6 +21,7 @@ For a block of code, in the thread that runs it (`replaced`); other threads use 
 | `CppVecKernel.arange` | a graph is compiled | steps have 64 bits | inductor/corrections |
 | the check of Inductor's pattern for sums of constants | a graph is compiled | sums have a type | inductor/corrections |
 | `UniformValueConstantFolder._add_peephole_patterns` | constants are folded | 0 times NaN is NaN | inductor/corrections |
+| `_make_reduction_inner` of Inductor's lowering | a graph is compiled | indices count in order | inductor/corrections |
 | `PatternMatcherPass.apply` | patterns are matched | false matches are left out | inductor/inductor_patterns.py |
 | `IgnoredFunctionVariable.call_function` and | a call is traced | what the model prints is left out | dynamo/module_trace.py |
 | `LoggingLoggerVariable.call_method` | | | |

@@ -64,6 +64,13 @@ def products_with_zero(x: Tensor, weight: Tensor) -> Tensor:
     return (x * 0).isnan() + weight[0]
 
 
+def counted_elements(x: Tensor, weight: Tensor) -> Tensor:
+    """Count elements up to the largest, where memory has another order: they were counted in that (pytorch#183082)."""
+    turned, repeated = x.sub(0.4).square().t().contiguous(), (x[:, :1] * 100).to(torch.int8).expand(33, 65)
+    places = turned.argmax(), turned.argmin(keepdim=True).sum(), repeated.argmax(), (x.exp() + 1).t().flatten().argmin()
+    return torch.stack(places) * weight[0, 0]
+
+
 PIXELS, BYTES = torch.arange(3 * 50 * 70) % 191 + 23, torch.arange(50 * 70) % 97 - 113
 CASES: dict[Callable[[Tensor, Tensor], Tensor], Tensor] = {
     scaled_image: PIXELS.view(3, 50, 70).to(torch.uint8),
@@ -73,6 +80,7 @@ CASES: dict[Callable[[Tensor, Tensor], Tensor], Tensor] = {
     added_rows: torch.tensor([0, 2]),
     counted_places: torch.linspace(-1, 1, 8),
     products_with_zero: 1 / torch.arange(8).float(),
+    counted_elements: (torch.arange(33 * 17) * 97 % 561).view(33, 17) / 561,
     centred_columns: torch.linspace(-2, 2, 32 * 8 * 17).sin().view(32, 8, 17),
 }
 

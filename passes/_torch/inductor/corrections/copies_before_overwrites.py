@@ -40,7 +40,7 @@ class CopiesBeforeOverwrites(CustomGraphPass):
 
     def uuid(self) -> str:
         """Return a part of the key of Inductor's cache, which nothing else tells of what this package changes in Inductor."""
-        return "autoshard: copies before overwrites, what else is changed in Inductor, 5"
+        return "autoshard: copies before overwrites, what else is changed in Inductor, 6"
 
 
 def _is_shared(node: Any) -> bool:
