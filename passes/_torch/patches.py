@@ -67,6 +67,7 @@ For the rest of the process, once (`once`):
 | DTensor's handlers of `any`, `view(dtype)` | a sharded module is made | parts are pending | dtensor_hooks/pending_parts.py |
 | DTensor's rule for `threshold` | a sharded module is made | maxima are pending | dtensor_hooks/pending_parts.py |
 | `_math_ops._infer_reduction_dims` | a sharded module is made | no dims are all | dtensor_hooks/pending_parts.py |
+| rules of `fill_`, `zero_` (2.14) | a sharded module is made | norms can be filled | dtensor_hooks/pending_parts.py |
 | DTensor's handlers of convolutions | a sharded module is made | weights have parts | dtensor_hooks/whole_weights.py |
 | DTensor's handlers of `rrelu_with_noise` | a sharded module is made | random ops on CPU | dtensor_hooks/values.py |
 | `Partial._reduce_value` | a sharded module is made | maxima keep NaN | dtensor_hooks/wrong_rules.py |

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor._op_schema import OpSpec, OpStrategy
 from torch.distributed.tensor._ops import _math_ops, _pointwise_ops
 from torch.distributed.tensor._ops._math_ops import _NormPartial
 
@@ -36,6 +37,7 @@ def reduce_pending_parts() -> None:
         handlers[op] = partial(_of_magnitudes, handlers.get(op, as_usual))
     handlers[aten.view.dtype] = _seen_as
     _reduce_all_dims()
+    _fill_as_placed()
     for op in (aten.threshold.default, aten.threshold_.default):  # which torch applies to maxima, though it may turn their order
         _pointwise_ops._register_single_dim_pointwise(op)
 
@@ -97,3 +99,17 @@ def _reduce_all_dims() -> None:
     module: Any = _math_ops
     of_dims = module._infer_reduction_dims
     module._infer_reduction_dims = lambda dims, ndim: None if dims == [] else of_dims(dims, ndim)
+
+
+def _fill_as_placed() -> None:
+    """Let a tensor be filled as it is placed: torch 2.14 refuses that of norms and products, as their rules are of one dim."""
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    for op in (aten.fill_.Scalar, aten.zero_.default):
+        if propagator.op_single_dim_strategy_funcs.pop(op, None) is not None:
+            propagator.register_op_strategy(op, _as_placed)
+
+
+def _as_placed(call: Any) -> OpStrategy:
+    placed = call.args_schema[0].strategies
+    costs = [[0.0] * len(placed)]
+    return OpStrategy([OpSpec(one.output_spec, (one.output_spec,), redistribute_cost=costs) for one in placed])
