@@ -32,6 +32,7 @@ from passes.recipes.context_parallel import CONTEXT, CONTEXT_AXES
 from passes.recipes.fsdp import FSDP
 from passes.rules.factors import keeps_sums
 from passes.search.model.unit_costs import Hiding
+from passes.search.output_dims import followed, output_dims
 from passes.seed import Constraint, Seed
 
 Recipes = tuple[str | None, ...]  # one per mesh axis
@@ -95,7 +96,7 @@ class Problem:
             self.resharding(recipes),
             tuple(one for one in self.parameter_constraints() if one.name in parameters),
             split,
-            (*_constraints_on_outputs(self, inputs, outputs, recipes, placed), *whole),
+            (*_constraints_on_outputs(self, gm, inputs, outputs, recipes, placed), *whole),
             self.split_when_padded,
             tuple((name, layout) for name, layout in self.stored.items() if name in parameters),
         )
@@ -213,7 +214,12 @@ def _dividing(axes: tuple[int, ...], mesh: Mesh, batch: int) -> tuple[int, ...]:
 
 
 def _constraints_on_outputs(
-    problem: Problem, inputs: Mapping[str, torch.Size], outputs: Mapping[str, torch.Size], recipes: Recipes, placed: _Placed
+    problem: Problem,
+    gm: GraphModule,
+    inputs: Mapping[str, torch.Size],
+    outputs: Mapping[str, torch.Size],
+    recipes: Recipes,
+    placed: _Placed,
 ) -> Iterator[Constraint]:
     """Yield the user's constraints; other outputs are the caller's part where that does not follow from the graph."""
     given = constraints_on(problem._of_these(problem.options.outputs, outputs), "outputs", outputs, problem.mesh)
@@ -223,7 +229,7 @@ def _constraints_on_outputs(
         found = _in_a_search(problem, outputs)
     else:
         of = problem, inputs, outputs, recipes, placed
-        found = (*_rows_of_the_batch(*of), *_as_the_input(*of))
+        found = (*_rows_of_the_batch(*of), *_as_the_input(gm, *of))
     yield from (one for one in found if (one.name, one.axis) not in constrained)
 
 
@@ -265,27 +271,32 @@ def _rows_of_the_batch(
 
 
 def _as_the_input(
-    problem: Problem, inputs: Mapping[str, torch.Size], outputs: Mapping[str, torch.Size], recipes: Recipes, placed: _Placed
+    gm: GraphModule,
+    problem: Problem,
+    inputs: Mapping[str, torch.Size],
+    outputs: Mapping[str, torch.Size],
+    recipes: Recipes,
+    placed: _Placed,
 ) -> Iterator[Constraint]:
     """Yield that computed outputs are split as the first input, on axes that the caller splits it over but whose recipe does not;
-    outputs that do not have its sizes, or have them by chance, are whole.
+    outputs that have neither its dims nor its sizes, or have these by chance, are whole.
 
     Such a recipe (`megatron`) would return parts of another kind.
     """
-    first, _ = first_batch(inputs)
-    for axis, recipe in zip(problem.mesh.names, recipes, strict=True):
-        placement = placed.get(axis, R)
-        if recipe is None or _carries_inputs(recipe) or not isinstance(placement, Shard):
-            continue
-        dim = placement.dim
-        for name, shape in outputs.items():
-            if shape:
-                agrees = dim < len(shape) and shape[dim] == inputs[first][dim] and problem.captured.batch_outputs.get(name, True)
-                yield Constraint(name, axis, placement if agrees else R)
+    pairs = zip(problem.mesh.names, recipes, strict=True)
+    placements = [(axis, placed.get(axis, R)) for axis, recipe in pairs if _ignores_inputs(recipe)]
+    parts = [(axis, placement) for axis, placement in placements if isinstance(placement, Shard)]
+    places = output_dims(gm) if parts else {}
+    first = inputs[first_batch(inputs)[0]] if parts else ()
+    for name, shape in outputs.items():
+        follows = problem.captured.batch_outputs.get(name, True)
+        for axis, placement in parts if shape else ():
+            found = followed(placement, first, shape, places.get(name, {})) if follows else None
+            yield Constraint(name, axis, found or R)
 
 
-def _carries_inputs(recipe: str) -> bool:
-    return recipe_named(recipe).carries_batch or recipe_named(recipe).carries_sequence
+def _ignores_inputs(recipe: str | None) -> bool:
+    return recipe is not None and not (recipe_named(recipe).carries_batch or recipe_named(recipe).carries_sequence)
 
 
 def _placements_of(problem: Problem, name: str) -> dict[str, Placement]:

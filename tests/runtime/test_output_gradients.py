@@ -125,6 +125,47 @@ def test_a_small_layer_returns_this_rank_s_rows() -> None:
         assert shape == (2, 6) and worst < 1e-14
 
 
+class Flattening(nn.Module):
+    """Returns logits as a loss takes them, with the batch and the sequence merged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.lin = nn.Embedding(7, 6), nn.Linear(6, 7)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.lin(self.table(tokens)).view(-1, 7)
+
+
+def _train_on_flat_labels(rank: int, batches: tuple[int, ...]) -> tuple[list[int], float]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    torch.manual_seed(0)
+    one = Flattening().double()
+    model: Any = autoshard(copy.deepcopy(one), mesh, options=Options(hardware="h100", compile="eager"))
+    rows, worst = [], 0.0
+    for batch in batches:
+        tokens, labels = torch.randint(7, (batch, 4)), torch.randint(7, (batch, 4))
+        mine, my_labels = model.shard(tokens, labels)
+        F.cross_entropy(model(mine), my_labels.flatten()).backward()
+        F.cross_entropy(one(tokens), labels.flatten()).backward()
+        pairs = zip(model.parameters(), one.parameters(), strict=True)
+        worst = max(worst, *(float((got.grad.full_tensor() - want.grad).abs().max()) for got, want in pairs))
+        with torch.no_grad():
+            evaluated = model(mine)
+        rows.append(len(evaluated))
+        part = one(tokens) if batch % 2 else one(tokens).chunk(2)[rank]
+        worst = max(worst, float((evaluated - part).detach().abs().max()))
+    return rows, worst
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+@pytest.mark.parametrize(("batches", "rows"), [((8, 4), [16, 8]), ((8, 3), [16, 12])])
+def test_an_output_that_merges_the_batch_fits_the_labels_of_this_rank(batches: tuple[int, ...], rows: list[int]) -> None:
+    """A batch that the axes do not divide is whole on every rank, and so is such an output."""
+    for found, worst in run_on_ranks(_train_on_flat_labels, 2, batches):
+        assert found == rows and worst < 1e-14
+
+
 def _disagree(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     model = autoshard(Scaled(), mesh, options=Options(recipe="ddp", compile="eager"))

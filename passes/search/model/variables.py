@@ -23,7 +23,7 @@ from passes.ir.graph import (
     results_of,
     tensor_of,
 )
-from passes.ir.layout import Layout, Shard, is_even, replicated
+from passes.ir.layout import Layout, R, Shard, is_even, replicated
 from passes.ir.mesh import Mesh
 from passes.search.model.axis_groups import AxisGroups
 from passes.search.model.factor_graph import Ints, Port
@@ -33,6 +33,7 @@ from passes.search.model.skeleton import Member, Owner, Skeleton, VariableSkelet
 from passes.search.model.step_structure import StepStructure
 from passes.search.model.strategies import Strategies, Strategy
 from passes.search.model.value_edges import segments_of, values_of
+from passes.search.output_dims import Places, followed, output_dims
 
 
 def make_skeleton(
@@ -97,34 +98,47 @@ def _in_time(drafts: Iterable[_Draft], deadline: float) -> list[_Draft]:
 
 def _inputs(step: _Step) -> Iterator[_Draft]:
     """Yield a variable for inputs of one shape; outputs (and tangents) that are no numbers follow the first input."""
+    places = output_dims(step.structure.gm)
     groups: dict[object, list[Node]] = {}
     for node in step.placeholders(InputRole.INPUT):
         groups.setdefault((tuple(tensor_of(node).shape), pins_of(node)), []).append(node)
     first = next((group for group in groups.values() if tensor_of(group[0]).dim() > 0), None)
     for group in groups.values():
-        yield _input(step, group, _following(step.structure) if group is first else [])
+        yield _input(step, group, _following(step.structure, places) if group is first else [])
 
 
-def _following(structure: StepStructure) -> list[tuple[int, Node]]:
-    """Return positions and values of outputs whose layout is not pinned, and that are no numbers."""
-    outputs = [(i, value) for i, value, output in structure.outputs if output.role is OutputRole.OUTPUT]
-    return [(i, value) for i, value in outputs if tensor_of(value).dim() > 0 and not is_reshard(value)]
+@dataclass(frozen=True)
+class _Following:
+    """An output that follows the first input: its position, its shape, and where it has the dims of that input."""
+
+    position: int
+    shape: tuple[int, ...]
+    places: Places
 
 
-def _input(step: _Step, group: Sequence[Node], following: Sequence[tuple[int, Node]]) -> _Draft:
+def _following(structure: StepStructure, places: Mapping[str, Places]) -> list[_Following]:
+    """Return the outputs whose layout is not pinned, and that are no numbers."""
+    return [
+        _Following(i, tuple(tensor_of(value).shape), places.get(output.name, {}))
+        for i, value, output in structure.outputs
+        if output.role is OutputRole.OUTPUT and tensor_of(value).dim() > 0 and not is_reshard(value)
+    ]
+
+
+def _input(step: _Step, group: Sequence[Node], following: Sequence[_Following]) -> _Draft:
     names = {f"input:{input_of(node).name}" for node in group}
     outputs = step.structure.outputs
     gradients = [i for i, _, o in outputs if o.role is OutputRole.GRADIENT and o.name in names]
     shape = tuple(tensor_of(group[0]).shape)
-    tangents = [(_tangent(step, i), value) for i, value in following]
-    present = [(tangent, value) for tangent, value in tangents if tangent is not None]
+    tangents = [(_tangent(step, one.position), one) for one in following]
+    present = [(tangent, one) for tangent, one in tangents if tangent is not None]
     strategies = []
     for layout in step.layouts(group[0]):
-        outs = tuple(_followed(layout, shape, tuple(tensor_of(value).shape), step.mesh) for _, value in following)
-        back = tuple(_followed(layout, shape, tuple(tensor_of(value).shape), step.mesh) for _, value in present)
+        outs = tuple(_followed(layout, shape, one, step.mesh) for one in following)
+        back = tuple(_followed(layout, shape, one, step.mesh) for _, one in present)
         strategies.append(Strategy((layout,) * len(gradients) + outs, (layout,) * len(group) + back))
     nodes = (*group, *(tangent for tangent, _ in present))
-    return _draft(step, nodes, tuple(strategies), [*gradients, *(i for i, _ in following)])
+    return _draft(step, nodes, tuple(strategies), [*gradients, *(one.position for one in following)])
 
 
 def _tangent(step: _Step, position: int) -> Node | None:
@@ -132,13 +146,13 @@ def _tangent(step: _Step, position: int) -> Node | None:
     return next((node for node in step.placeholders(InputRole.TANGENT) if input_of(node).name == name), None)
 
 
-def _followed(layout: Layout, shape: tuple[int, ...], other: tuple[int, ...], mesh: Mesh) -> Layout:
-    """Return the layout of an output where the first input has `layout`: sharded where dims agree."""
+def _followed(layout: Layout, shape: tuple[int, ...], output: _Following, mesh: Mesh) -> Layout:
+    """Return the layout of an output where the first input has `layout`: sharded where it has the input's dims, or dims agree."""
     found = replicated(mesh)
     for axis, placement in enumerate(layout.placements):
-        if isinstance(placement, Shard) and placement.dim < len(other) and shape[placement.dim] == other[placement.dim]:
-            found = found.with_on(axis, placement)
-    return found if is_even(found, other, mesh) else replicated(mesh)
+        if isinstance(placement, Shard):
+            found = found.with_on(axis, followed(placement, shape, output.shape, output.places) or R)
+    return found if is_even(found, output.shape, mesh) else replicated(mesh)
 
 
 def _parameters(step: _Step) -> Iterator[_Draft]:
