@@ -132,6 +132,7 @@ def _distribute(
 ) -> ShardedModule:
     if not isinstance(model, nn.Module):
         raise UserError(f"autoshard takes an nn.Module, not {type(model).__name__}")
+    _check_unsharded(model)
     check_module(model)
     check_parameters(model)
     if not isinstance(device_mesh, DeviceMesh):
@@ -144,6 +145,17 @@ def _distribute(
     groups = open_groups(device_mesh, place.mesh, model=type(model).__name__, rank_timeout=limit)
     with groups.watch.call(SharedCall("autoshard(...)", traits=_traits(args, kwargs, plan, options))):
         return _distribute_together(model, device_mesh, place, groups, args, kwargs, plan, options)
+
+
+def _check_unsharded(model: nn.Module) -> None:
+    """Raise UserError for a model that `autoshard` returned, or that has one as a part."""
+    for name, one in model.named_modules():
+        if isinstance(one, ShardedModule):
+            which = f"{name} of {type(model).__name__}" if name else "the model"
+            raise UserError(
+                f"{which} is sharded already: autoshard(...) returned it; use it as it is, or give the module that it was made "
+                "from, after loading its full state dict"
+            )
 
 
 def _traits(

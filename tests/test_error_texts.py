@@ -355,12 +355,39 @@ def test_what_a_module_on_a_mesh_is_asked_amiss(one_rank: DeviceMesh) -> None:
         "a profile compares with what is predicted, and the figures of this device are not known: give "
         "Options(hardware='h100') or another preset, or measure it with `python -m autoshard calibrate`"
     )
+
+
+def test_a_model_that_is_sharded_already(one_rank: DeviceMesh) -> None:
+    model = autoshard(nn.Sequential(nn.Linear(4, 4)), one_rank, options=Options(recipe="ddp", compile="eager"))
     for args in (None, (torch.randn(6, 4),)):
+        for given, which in ((model, "the model"), (nn.Sequential(nn.ReLU(), model), "1 of Sequential")):
+            with pytest.raises(AutoshardError) as caught:
+                autoshard(given, one_rank, args)
+            assert str(caught.value) == (
+                f"{which} is sharded already: autoshard(...) returned it; use it as it is, or give the module that it was made "
+                "from, after loading its full state dict"
+            )
+        distributed = nn.Linear(4, 4)
+        distributed.weight = nn.Parameter(distribute_tensor(distributed.weight, one_rank, [Shard(0)]))
         with pytest.raises(AutoshardError) as caught:
-            autoshard(model, one_rank, args)
+            autoshard(distributed, one_rank, args)
         assert str(caught.value) == (
-            "parameter weight is a DTensor; give the module as it is on one device, with plain tensors as parameters"
+            "parameter weight is a DTensor: the module is sharded already, as by autoshard, fully_shard or parallelize_module; "
+            "give it as it is on one device, with plain tensors as parameters"
         )
+
+
+def test_a_parameter_of_another_class_of_tensors(one_rank: DeviceMesh) -> None:
+    class Quantized(torch.Tensor):
+        """A tensor of a library."""
+
+    model = nn.Linear(4, 4)
+    model.weight = nn.Parameter(model.weight.detach().as_subclass(Quantized))
+    with pytest.raises(AutoshardError) as caught:
+        autoshard(model, one_rank)
+    assert str(caught.value) == (
+        "parameter weight is a Quantized; give the module as it is on one device, with plain tensors as parameters"
+    )
 
 
 def test_a_parameter_that_is_stored_otherwise(one_rank: DeviceMesh) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
 from autoshard.capture.capture_errors import DENSE_ONLY
@@ -93,6 +94,11 @@ def _check_parameter(fqn: str, parameter: nn.Parameter) -> None:
     if isinstance(parameter, UninitializedParameter):
         raise CaptureError(
             f"parameter {fqn} has no shape yet, as its module is lazy; run the module once on one device before"
+        )
+    if isinstance(parameter.data, DTensor):
+        raise CaptureError(
+            f"parameter {fqn} is a DTensor: the module is sharded already, as by autoshard, fully_shard or parallelize_module; "
+            "give it as it is on one device, with plain tensors as parameters"
         )
     if type(parameter.data) is not torch.Tensor and not is_fake(parameter):
         raise CaptureError(
