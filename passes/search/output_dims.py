@@ -39,9 +39,9 @@ def output_dims(gm: GraphModule) -> dict[str, Places]:
     ends = {
         output.name: value
         for value, output in zip(returned(gm.graph), outputs_of(gm.graph), strict=True)
-        if output.role is OutputRole.OUTPUT and isinstance(value, Node) and is_tensor(value)
+        if output.role is OutputRole.OUTPUT and isinstance(value, Node) and is_tensor(value) and tensor_of(value).dim() > 0
     }
-    if not inputs:
+    if not (inputs and ends):
         return {}
     calls = _leading_to(ends.values(), gm)
     first = tuple(tensor_of(inputs[0]).shape)
