@@ -183,11 +183,11 @@ def _mpt_row(
     published: float, size: str, ranks: int, hardware: Hardware, batch: int, *, micro: int = 1, seq: int = 2048, again: bool
 ) -> Row:
     """Return a run of as many sequences per rank and micro-batch as `batch` says."""
-    name = f"MPT {size}, {ranks} {hardware.name.upper().replace('OF', 'of')}" + (f", {seq} positions" if seq != 2048 else "")
+    part, positions = f"{hardware.name[0].upper()}{hardware.name[1:]}", f", {seq} positions" if seq != 2048 else ""
     stack = foundry_stack(hardware, "block" if again else "none")
     return Row(
-        name, f"fsdp, {hardware.name}, 2023", published, "tokens/s", _mpt(MPT[size], seq), f"dp={ranks}", batch * ranks, stack,
-        tokens_per_device(seq), micro,
+        f"MPT {size}, {ranks} {part}{positions}", f"fsdp, {hardware.name}, 2023", published, "tokens/s",
+        _mpt(MPT[size], seq), f"dp={ranks}", batch * ranks, stack, tokens_per_device(seq), micro,
     )  # fmt: skip
 
 
