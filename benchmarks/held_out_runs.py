@@ -160,6 +160,7 @@ MPT = {
 
 
 def foundry_stack(hardware: Hardware, recompute: str) -> Stack:
+    """Return the stack of llm-foundry in 2023, on nodes with a network of 1600 Gbit/s (A100) or 3200 (H100)."""
     reduced = BF16_ALONE if hardware is A100_40GB else BF16
     gigabits = 3200 if hardware.name == "h100" else 1600
     return Stack(

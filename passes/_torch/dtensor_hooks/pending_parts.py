@@ -29,7 +29,7 @@ _FILLED = {"sum": 0, "product": 1, "avg": None, "max": None, "min": None}  # oth
 
 
 def reduce_pending_parts() -> None:
-    """Put in the handlers, in front of those that are there."""
+    """Install handlers that reduce pending parts, in front of the handlers that ops have already."""
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     for op in _TRUTHS:
         handlers[op] = partial(_true_on_any, handlers.get(op, as_usual))
