@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -16,10 +17,11 @@ from autoshard.plans.outcome import Recomputation
 from passes.base import PassContext
 from passes.cost.build_program import program_of
 from passes.cost.program import Program
-from passes.cost.scheduling.least_step import least_step
+from passes.cost.scheduling.least_step import least_of_graph, least_step
 from passes.cost.shrink import Tried, shrink
 from passes.cost.simulate import Timeline, simulate
 from passes.cost.unroll import unroll
+from passes.errors import UnlikeLayersError
 from passes.ir.folded_layers import Repeats
 from passes.ir.graph import (
     InputRole,
@@ -92,6 +94,7 @@ class Settling:
 
         Raises SlowerError if the program is proven to be slower than `worst`.
         """
+        self._check_graph()
         recompute = self.problem.options.recompute
         if recompute == "block" and has_backward(self.graph.graph):
             trial = self.trial(())
@@ -182,14 +185,27 @@ class Settling:
                 return Trial(kept, split, program, lowered)
         return Trial(kept, split, program, self._ordered(program))
 
-    def _check_promise(self, program: Program) -> None:
-        """Raise SlowerError if a step of `program` is proven to be slower than `worst` in any order."""
+    def _check_graph(self) -> None:
+        """Raise SlowerError if a step is proven to be slower than `worst` before its graph is partitioned, which takes most of
+        the time of a trial. Layers that look unlike before they are partitioned may be alike later: then nothing is known."""
         if self.worst == float("inf"):
             return
-        overlap = self.problem.options.hiding
-        least = least_step(program, are_sent_apart=overlap is None or not overlap.symmetric_memory)
+        with suppress(UnlikeLayersError):
+            self._check(least_of_graph(self.graph, self.problem.mesh, self.repeats, are_sent_apart=self._are_sent_apart))
+
+    def _check_promise(self, program: Program) -> None:
+        """Raise SlowerError if a step of `program` is proven to be slower than `worst` in any order."""
+        if self.worst < float("inf"):
+            self._check(least_step(program, are_sent_apart=self._are_sent_apart))
+
+    def _check(self, least: float) -> None:
         if least > self.worst:
             raise SlowerError(least)
+
+    @property
+    def _are_sent_apart(self) -> bool:
+        overlap = self.problem.options.hiding
+        return overlap is None or not overlap.symmetric_memory
 
     def _ordered(self, program: Program) -> Timeline:
         return run_step(program, self.problem.options, self.worst, effort=self.effort)

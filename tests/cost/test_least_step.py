@@ -8,15 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from passes.cost.build_program import program_of_graph
 from passes.cost.collective_time import collective_seconds
 from passes.cost.program import Program
 from passes.cost.scheduling.best_schedule import schedule
 from passes.cost.scheduling.bucketing import bucket
-from passes.cost.scheduling.least_step import least_step
+from passes.cost.scheduling.least_step import least_of_graph, least_step
 from passes.cost.simulate import simulate
 from passes.hardware.hardware import hardware_named
 from passes.ir.collectives import KINDS
+from passes.ir.folded_layers import Repeats
 from passes.ir.mesh import Mesh
+from passes.ir.text import parse_graph
 from tests.cost.programs import contended, gather, kernel, program, programs
 
 LAW = settings(max_examples=50, deadline=None, derandomize=True)
@@ -58,6 +61,33 @@ def test_it_is_the_busiest_stream_of_each_part() -> None:
 def test_messages_that_an_operator_may_send_do_not_count() -> None:
     tasks = [kernel("a", 4), gather("c", 5, "a"), kernel("b", 0, "c")]
     assert [least_step(program(*tasks), are_sent_apart=apart) for apart in (True, False)] == [5, 4]
+
+
+LOCAL = """
+mesh tp=2
+stage LOCAL
+%x: bf16[4096, 4096] = input("x")
+%w: bf16[4096, 4096] = parameter("w")
+%one: bf16[8192, 4096] = _c10d_functional.all_gather_into_tensor(%x, 2, "tp=2:tp")
+%a: bf16[8192, 4096] = _c10d_functional.wait_tensor(%one)
+%two: bf16[8192, 4096] = _c10d_functional.all_gather_into_tensor(%x, 2, "tp=2:tp")
+%b: bf16[8192, 4096] = _c10d_functional.wait_tensor(%two)
+%mm: bf16[8192, 4096] = mm(%a, %w)
+%mm_1: bf16[8192, 4096] = mm(%b, %w)
+%add: bf16[8192, 4096] = add.Tensor(%mm, %mm_1)
+return output("output") %add
+"""
+
+
+def test_the_bound_of_a_graph_counts_equal_calls_once_and_no_fused_kernels() -> None:
+    """The partitioner merges equal calls; which kernels it leaves apart is not known before."""
+    mesh = Mesh("tp=2", hardware="h100")
+    gm = parse_graph(LOCAL)[0]
+    by_name = {task.nodes[0]: task for task in program_of_graph(gm, mesh, fused=False).tasks}
+    expected = max(by_name["mm"].seconds, by_name["one"].seconds)
+    assert least_of_graph(gm, mesh, Repeats()) == expected < by_name["mm"].seconds * 2
+    sent = least_of_graph(gm, mesh, Repeats(), are_sent_apart=False)
+    assert sent == by_name["mm"].seconds and by_name["add"].seconds > 0
 
 
 @pytest.mark.parametrize("mesh", [MESH, Mesh("dp=8", hardware="a100"), Mesh("dp=8", hardware="a100-pcie")], ids=str)
