@@ -12,6 +12,7 @@ from passes._torch import fake_mode_of
 from passes.base import Pass, PassContext
 from passes.ir.graph import (
     InputRole,
+    Output,
     OutputRole,
     Pin,
     Stage,
@@ -138,14 +139,14 @@ class CastParameters(Pass):
         if reduce != tensor_of(value).dtype:
             value = self._cast(value, value, reduce)
         if reduce != dtype:
-            value = self._cast(self._reduced(gm, ctx, value, outputs_of(gm.graph)[position].name), value, dtype)
+            value = self._cast(self._reduced(gm, ctx, value, outputs_of(gm.graph)[position]), value, dtype)
         values[position] = value
         output_node(gm.graph).args = (tuple(values),)
         return True
 
-    def _reduced(self, gm: GraphModule, ctx: PassContext, value: Node, name: str) -> Node:
+    def _reduced(self, gm: GraphModule, ctx: PassContext, value: Node, gradient: Output) -> Node:
         """Reduce `value` to the layout that its parameter is stored in."""
-        owner = next(n for n in placeholders(gm.graph) if input_of(n).name == name.removeprefix("input:"))
+        owner = next(n for n in placeholders(gm.graph) if input_of(n) == gradient.partner)
         pinned = {pin.axis: pin.placement for pin in pins_of(owner)}
         new = add_reshard(value, f"{self.name}: reduced in {_name(tensor_of(value).dtype)}")
         for axis in range(ctx.mesh.ndim):

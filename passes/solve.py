@@ -142,7 +142,7 @@ def _place(gm: GraphModule, solution: Solution) -> None:
 
 
 def _place_output(gm: GraphModule, solution: Solution) -> None:
-    stored = {input_of(node).name: layout_of(node) for node in placeholders(gm.graph) if results_of(node)}
+    stored = {input_of(node): layout_of(node) for node in placeholders(gm.graph) if results_of(node)}
     needs = []
     for value, output in zip(returned(gm.graph), outputs_of(gm.graph), strict=True):
         if not isinstance(value, Node):
@@ -150,7 +150,7 @@ def _place_output(gm: GraphModule, solution: Solution) -> None:
         if output.role is OutputRole.OUTPUT:
             needs.append(solution.outputs[output.name])
         else:
-            needs.append(stored[output.name.removeprefix("input:")])
+            needs.append(stored[output.partner])
     set_needs(output_node(gm.graph), tuple(needs))
 
 

@@ -19,7 +19,6 @@ from passes.errors import VerifyError
 from passes.ir.collectives import is_step, kind_of_op, step_axes, step_kind
 from passes.ir.graph import (
     Input,
-    InputRole,
     Output,
     OutputRole,
     Stage,
@@ -160,7 +159,7 @@ def _partners(graph: Graph) -> Iterator[tuple[Node, Output, Node]]:
     """Yield each returned value that corresponds to an input, with that input."""
     inputs = {input_of(node): node for node in placeholders(graph)}
     for value, output in zip(returned(graph), outputs_of(graph), strict=True):
-        partner = inputs.get(_partner(output))
+        partner = inputs.get(output.partner)
         if isinstance(value, Node) and partner is not None:
             yield value, output, partner
 
@@ -340,17 +339,6 @@ def _keeps_padding(node: Node) -> bool:
 
 def _is_collective(node: Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target.namespace == _WAIT.namespace and node.target is not _WAIT
-
-
-def _partner(output: Output) -> Input:
-    if output.role is OutputRole.BUFFER:
-        return Input(InputRole.BUFFER, output.name)
-    if output.role is OutputRole.OUTPUT:
-        return Input(InputRole.TANGENT, output.name)
-    if output.role is OutputRole.SAVED:
-        return Input(InputRole.SAVED, output.name)
-    path = output.name.removeprefix("input:")
-    return Input(InputRole.PARAMETER if path == output.name else InputRole.INPUT, path)
 
 
 def _rows(space: Space | None, needs: tuple[Placement, ...], gives: tuple[Placement, ...], size: int) -> Iterator[Row]:

@@ -31,7 +31,7 @@ def output_needs(axis: Axis) -> tuple[Placement, ...]:
     return tuple(
         output_placement(axis, value)
         if output.role is OutputRole.OUTPUT
-        else _stored(axis, output.name.removeprefix("input:"), output.role)
+        else _stored(axis, output)
         for value, output in _returned(axis)
     )
 
@@ -101,8 +101,8 @@ def _computed(axis: Axis, name: str) -> Placement | None:
     return axis.pinned(node)
 
 
-def _stored(axis: Axis, name: str, role: OutputRole) -> Placement:
+def _stored(axis: Axis, output: Output) -> Placement:
     for node in placeholders(axis.gm.graph):
-        if input_of(node).name == name and input_of(node).role is not InputRole.TANGENT:
+        if input_of(node) == output.partner:
             return axis.pinned(node) or R
-    raise AssertionError(f"{role.value} of unknown {name}")
+    raise AssertionError(f"{output.role.value} of unknown {output.name}")

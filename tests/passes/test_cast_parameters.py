@@ -34,6 +34,24 @@ def test_gradients_are_reduced_in_the_compute_dtype_where_no_other_is_asked_for(
     assert found.startswith("%reduce_scatter: bf16[6, 8] {dp:S(0)} = ")
 
 
+class Gated(nn.Module):
+    """Takes an input that has the name of its parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(8, 8))
+
+    def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return (x @ self.weight) * weight
+
+
+def test_the_gradient_of_an_input_is_reduced_as_the_input_is_and_not_as_a_parameter_of_its_name() -> None:
+    options = Options(recipe="ddp", mixed_precision=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=F32))
+    args = (torch.zeros(8, 8), torch.zeros(8, 8, requires_grad=True))
+    planned = make_plan(PlanRequest(Gated(), args, {}, Mesh("dp=2"), options))
+    assert "all_gather(" not in planned.plan.graph("collective")
+
+
 @pytest.mark.parametrize(("computed", "dtype"), [(None, "float32"), (F32, "float32"), (BF16, "bfloat16")])
 def test_a_dtype_that_cannot_hold_what_is_computed_is_refused(computed: torch.dtype | None, dtype: str) -> None:
     with pytest.raises(UserError) as raised:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch.fx import GraphModule
 
@@ -55,6 +56,20 @@ def test_a_split_batch_needs_no_communication() -> None:
     gm, ctx = place(linear(x='dp:S(0) "batch"'))
     assert layouts(gm, ctx)["mm"] == "{dp:S(0), tp:R}"
     assert [need.format(ctx.mesh) for need in needs_of(gm.graph.output_node())] == ["{dp:S(0), tp:R}"]
+
+
+@pytest.mark.parametrize(("w", "x"), [("R", "S(0)"), ("S(0)", "R")])
+def test_an_input_may_have_the_name_of_a_parameter(w: str, x: str) -> None:
+    gm, ctx = place(
+        f"""mesh dp=2
+stage CAPTURED
+%w: f32[8] pinned(dp:{w} "options") = parameter("b.weight")
+%x: f32[8] pinned(dp:{x} "options") = input("b.weight")
+%mul: f32[8] = mul(%x, %w)
+return output("output") %mul, gradient("b.weight") %mul, gradient("input:b.weight") %mul
+"""
+    )
+    assert [need.format(ctx.mesh) for need in needs_of(gm.graph.output_node())][1:] == [f"{{dp:{w}}}", f"{{dp:{x}}}"]
 
 
 def test_a_column_parallel_weight_gives_sharded_columns_and_a_whole_output() -> None:

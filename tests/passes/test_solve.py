@@ -12,7 +12,7 @@ from autoshard.phases import Phases
 from passes.base import PassContext
 from passes.errors import ConstraintError, MemoryLimitError, UserError
 from passes.insert_reshards import InsertReshards
-from passes.ir.graph import InputRole, input_of, layout_of, placeholders
+from passes.ir.graph import InputRole, input_of, layout_of, needs_of, output_node, placeholders
 from passes.ir.layout import Shard
 from passes.ir.mesh import Mesh
 from passes.ir.text import format_graph, parse_graph
@@ -89,6 +89,22 @@ def test_pins_are_kept() -> None:
     gm, mesh = solved(mlp("dp=2", 65536, 256), seed=seed)
     assert stored(gm, mesh)["up"] == "{dp:S(0)}"
     assert layout_of(placeholders(gm.graph, InputRole.INPUT)[0]).format(mesh) == "{dp:S(1)}"
+
+
+ALIKE = """mesh dp=2
+stage CAPTURED
+%w: f32[8] pinned(dp:{w} "options") = parameter("b.weight")
+%x: f32[8] pinned(dp:{x} "options") = input("b.weight")
+%mul: f32[8] = mul(%x, %w)
+return output("output") %mul, gradient("b.weight") %mul, gradient("input:b.weight") %mul
+"""
+
+
+@pytest.mark.parametrize(("w", "x"), [("R", "S(0)"), ("S(0)", "R")])
+def test_an_input_may_have_the_name_of_a_parameter(w: str, x: str) -> None:
+    gm, mesh = solved(ALIKE.format(w=w, x=x))
+    needs = [need.format(mesh) for need in needs_of(output_node(gm.graph))]
+    assert needs[1:] == [f"{{dp:{w}}}", f"{{dp:{x}}}"]
 
 
 def test_hardware_is_asked_for() -> None:

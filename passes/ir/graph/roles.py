@@ -37,3 +37,21 @@ class Output:
 
     role: OutputRole
     name: str
+
+    @property
+    def partner(self) -> Input:
+        """Return the input that it corresponds to: of a gradient, what it is the gradient of; of an output, its tangent.
+
+        A parameter and an input may have the same name.
+        """
+        if self.role is not OutputRole.GRADIENT:
+            return Input(_PARTNERS[self.role], self.name)
+        path = self.name.removeprefix("input:")
+        return Input(InputRole.PARAMETER if path == self.name else InputRole.INPUT, path)
+
+
+_PARTNERS = {
+    OutputRole.OUTPUT: InputRole.TANGENT,
+    OutputRole.BUFFER: InputRole.BUFFER,
+    OutputRole.SAVED: InputRole.SAVED,
+}
