@@ -23,6 +23,9 @@ class WholeTensor(torch.Tensor):
 
     An operator whose tensors are all whole returns a WholeTensor; next to a plain tensor it returns a plain one, as nothing
     is known of that. A DTensor that is replicated joins in as the tensor that it holds.
+
+    A number with a gradient, such as a sum of losses, is marked, too, so that a count that is a DTensor may divide it: its
+    gradient would be a DTensor otherwise. The mark of a number says nothing else.
     """
 
     @staticmethod
@@ -41,6 +44,10 @@ class WholeTensor(torch.Tensor):
     ) -> Any:
         """Call `func` as on plain tensors, and mark what it makes of whole tensors alone."""
         return without_torch_function(_called, (func, args, kwargs or {}), {})
+
+    def __format__(self, spec: str) -> str:
+        """Format a number as torch formats a plain one."""
+        return format(self.plain(), spec)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Save the tensor without its mark, which says nothing to the process that loads it."""
@@ -62,9 +69,17 @@ def _called(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str
     result = func(*held, **named)
     if isinstance(result, torch.Size):  # `map_pytree` would make it a tuple
         return result
-    if func in get_default_nowrap_functions() or not all(isinstance(one, WholeTensor) for one in _tensors((held, named))):
+    given = list(_tensors((held, named)))
+    if func in get_default_nowrap_functions() or not all(isinstance(one, WholeTensor) for one in given):
         return result
-    return map_pytree(lambda one: WholeTensor.of(one) if type(one) is torch.Tensor else one, result)
+    return map_pytree(lambda one: _marked(one, is_whole=bool(given)), result)
+
+
+def _marked(value: Any, *, is_whole: bool) -> Any:
+    """Mark a plain tensor that an operator returns if it `is_whole`, or if it is a number with a gradient."""
+    if type(value) is not torch.Tensor or not (value.requires_grad if value.dim() == 0 else is_whole):
+        return value
+    return value.as_subclass(WholeTensor)
 
 
 def _held(value: Any) -> Any:

@@ -8,6 +8,7 @@ import io
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 
 from autoshard import Options, autoshard
 from autoshard.runtime.whole_tensor import WholeTensor
@@ -32,6 +33,28 @@ def test_an_operator_that_takes_a_plain_tensor_returns_one() -> None:
 
 def test_a_number_has_no_mark() -> None:
     assert type(whole(3).sum()) is torch.Tensor and type(WholeTensor.of(torch.ones(()))) is torch.Tensor
+
+
+def test_a_number_with_a_gradient_may_be_divided_by_a_count_of_what_shard_returned(one_rank: DeviceMesh) -> None:
+    x, labels = torch.randn(3, 5, requires_grad=True), torch.tensor([0, -100, 2])
+    counted = DTensor.from_local(labels, one_rank, [Replicate()])
+
+    def gradient(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros(())
+        total += torch.nn.functional.cross_entropy(outputs, labels, reduction="sum") / (labels != -100).sum()
+        total += outputs.square().sum() * 0.5 / (labels != -100).sum().clamp(min=1)
+        assert f"{total:.3f}" == f"{total.item():.3f}" and type(total.detach()) is torch.Tensor
+        return torch.autograd.grad(total, x)[0]
+
+    found = gradient(WholeTensor.of(x.sin()), counted)
+    torch.testing.assert_close(found, gradient(x.sin(), labels), rtol=0, atol=0)
+
+
+def test_numbers_do_not_make_a_tensor_whole() -> None:
+    number = WholeTensor.of(torch.ones(3, requires_grad=True) * 2).sum()
+    assert type(number) is WholeTensor
+    assert type(torch.stack([number, torch.ones(())])) is type(number.expand(3)) is torch.Tensor
+    assert type(number + torch.ones(3)) is type(number.detach() + torch.ones(3)) is torch.Tensor
 
 
 def test_gradients_are_plain() -> None:

@@ -211,7 +211,8 @@ def find_program(model: nn.Module, state: RuntimeState, args: tuple[Any, ...], k
 
 def _with_whole(call: Call, place: Place) -> Call:
     """Return the call with tensors that are known to be whole on every rank as DTensors."""
-    whole = {path: replicated_tensor(leaf.plain(), place) for path, leaf in call.leaves.items() if isinstance(leaf, WholeTensor)}
+    marked = {path: leaf.plain() for path, leaf in call.leaves.items() if isinstance(leaf, WholeTensor)}
+    whole = {path: replicated_tensor(one, place) if one.dim() > 0 else one for path, one in marked.items()}
     return replace(call, leaves=call.leaves | whole) if whole else call
 
 
