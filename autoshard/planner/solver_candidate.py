@@ -207,7 +207,8 @@ def _repriced(task: SearchTask, standings: Standings, answer: Answer | None, aga
         best = min([best, *_runners_up(task, standings, last.source, best, again)], key=lambda one: task.rank(one.evaluation))
         if best.evaluation.recomputation is not None:
             break
-        if number == 0 and overrun > FAR_OFF * last.solution.objective:
+        is_far_off = number == 0 and overrun > FAR_OFF * last.solution.objective
+        if is_far_off:
             prepared = last.source.with_messages_apart()
         else:
             prepared = last.source.corrected_by(last.solution, overrun, _exposed(last))
@@ -216,7 +217,7 @@ def _repriced(task: SearchTask, standings: Standings, answer: Answer | None, aga
             break
         last, before = found, best
         best = min(best, last, key=lambda one: task.rank(one.evaluation))
-        if number and best.evaluation.cost.step_time > before.evaluation.cost.step_time * (1 - PROVEN):
+        if not is_far_off and best.evaluation.cost.step_time > before.evaluation.cost.step_time * (1 - PROVEN):
             break
         if not _may_be_faster(task, last.solution, best, again, task.underpriced_elsewhere):
             break
