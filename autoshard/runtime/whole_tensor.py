@@ -18,6 +18,9 @@ from autoshard.runtime.parameters import Place
 from passes._torch import flatten_pytree, map_pytree, without_torch_function
 
 
+_BACKWARDS = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+
+
 class WholeTensor(torch.Tensor):
     """A plain tensor that is whole on every rank.
 
@@ -42,7 +45,13 @@ class WholeTensor(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call `func` as on plain tensors, and mark what it makes of whole tensors alone."""
+        """Call `func` as on plain tensors, and mark what it makes of whole tensors alone.
+
+        A backward may run code of the user again, such as a call in a checkpoint, whose tensors are marked as those of any code.
+        """
+        if func in _BACKWARDS and not any(isinstance(one, WholeTensor) for _, one in flatten_pytree((args[1:], kwargs))[0]):
+            outputs = map_pytree(lambda one: one.plain() if isinstance(one, WholeTensor) else one, args[0])
+            return func(outputs, *args[1:], **(kwargs or {}))
         return without_torch_function(_called, (func, args, kwargs or {}), {})
 
     def __format__(self, spec: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -105,3 +106,30 @@ def test_it_is_saved_as_a_plain_tensor() -> None:
     file.seek(0)
     loaded = torch.load(file, weights_only=True)["a"]
     assert type(loaded) is torch.Tensor and torch.equal(loaded, a)
+
+
+class Marks(torch.autograd.Function):
+    """Note of what class a sum is that a backward makes of a whole tensor, as a checkpoint does that calls a model again."""
+
+    made: ClassVar[list[type]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # it has one gradient
+        Marks.made.append(type(whole(3) + 1))
+        return gradient
+
+
+def test_what_a_backward_computes_again_is_whole() -> None:
+    Marks.made.clear()
+    x = torch.randn(3, requires_grad=True)
+    loss = Marks.apply(WholeTensor.of(x * 2)).sum()
+    assert type(loss) is WholeTensor
+    loss.backward(retain_graph=True)
+    torch.autograd.backward([loss], retain_graph=True)
+    (gradient,) = torch.autograd.grad(loss, x)
+    assert gradient.tolist() == [2.0] * 3 and x.grad is not None and x.grad.tolist() == [4.0] * 3
+    assert Marks.made == [WholeTensor] * 3
