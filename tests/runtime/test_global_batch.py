@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 
 from autoshard import CaptureError, InputError, Options
 from autoshard.runtime.call_errors import with_joined
@@ -17,7 +19,8 @@ from autoshard.runtime.calls.global_batch import _is_clear, _like_first
 from autoshard.runtime.calls.programs import FirstCall
 from autoshard.runtime.global_call import Splits
 from autoshard.runtime.program_planner import ProgramPlanner
-from passes.ir.layout import Layout, Shard
+from autoshard.runtime.whole_tensor import WholeTensor
+from passes.ir.layout import Layout, R, Shard
 from passes.ir.mesh import Mesh
 
 
@@ -47,6 +50,17 @@ def test_tensors_beyond_those_of_the_model_are_cut_like_its_first_input() -> Non
     assert str(error.value) == (
         "a tensor beyond the model's arguments is on meta, where tensors have no values; give model.shard one on cpu"
     )
+
+
+def test_labels_of_a_batch_that_axes_do_not_divide_are_used_like_any_tensor(one_rank: DeviceMesh) -> None:
+    place: Any = SimpleNamespace(device=torch.device("cpu"), mesh=one_rank, device_mesh=one_rank)
+    labels, weights = torch.tensor([2, 0, 1]), torch.tensor([0.5, 1.0, 2.0])
+    first, part = torch.randn(3, 4), DTensor.from_local(torch.randn(3, 4), one_rank, [Replicate()])
+    whole = _like_first(labels, first, part, Layout((R,)), place)
+    assert type(whole) is WholeTensor and whole.tolist() == labels.numpy().tolist() == whole.numpy().tolist()
+    assert weights[whole].equal(weights[labels]) and (whole + torch.ones(3)).equal(labels + 1.0)
+    assert whole[whole > 0].equal(labels[labels > 0]) and len(whole.unique()) == 3
+    assert type(_like_first(labels, first, part, Layout((Shard(1),)), place)) is DTensor  # outputs are parts of the sequence
 
 
 @pytest.mark.parametrize("options", [Options(recipe={"dp": "fsdp", "cp": "context"}), Options()])

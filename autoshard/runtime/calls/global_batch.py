@@ -33,7 +33,8 @@ def parts_of(
     plan says, and for a part that was cut before, as parts of it would be another batch.
 
     Tensors beyond the arguments of `forward`, such as labels for a loss outside of the model, are cut like its first input: those
-    that follow the others by position, and those that have a name that it does not take.
+    that follow the others by position, and those that have a name that it does not take. Where that input is whole, they are
+    tensors that are used like any other, as the outputs are.
     """
     advice = (
         "; model.shard takes the arguments that the model takes: model.shard(tokens, labels), model.shard(**batch). Tensors for "
@@ -89,7 +90,9 @@ def _like_first(value: Any, first: torch.Tensor, part: torch.Tensor, layout: Lay
     lengths = zip(value.shape, first.shape, strict=False)
     alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], lengths))
     if alike and isinstance(part, DTensor):
-        return replicated_tensor(_unmarked(value), place)
+        if layout.is_replicated:
+            return WholeTensor.of(_unmarked(value).to(place.device))
+        return replicated_tensor(_unmarked(value), place)  # outputs may be parts along another dim, which it must not join
     for axis, placement in enumerate(layout.placements):
         if isinstance(placement, Shard) and placement.dim >= alike:
             layout = layout.with_on(axis, R)
