@@ -85,7 +85,7 @@ class Call:
         arguments = dict(self.bound.arguments)
         for name in arguments:
             if self.bound.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
-                arguments[name] = {key: named[key] for key in arguments[name]}
+                arguments[name] = {key: named[_name_beyond(self.bound.signature, name, key)] for key in arguments[name]}
             else:
                 arguments[name] = named[name]
         return arguments
@@ -97,7 +97,8 @@ def bind_call(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[
     named: dict[str, Any] = {}
     for name, parameter in signature.parameters.items():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            named.update(bound.arguments.get(name, {}))
+            given = bound.arguments.get(name, {})
+            named |= {_name_beyond(signature, name, key): value for key, value in given.items()}
         elif name in bound.arguments:
             named[name] = bound.arguments[name]
         elif isinstance(parameter.default, _CONSTANT_TYPES):
@@ -109,6 +110,14 @@ def bind_call(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[
         double = next(path for path in paths if paths.count(path) > 1)
         raise InputError(f"two arguments are both called {double!r}; rename a key, without a dot in it")
     return Call(bound, leaves, spec)
+
+
+def _name_beyond(signature: inspect.Signature, name: str, key: str) -> str:
+    """Return the name of an argument that `**name` of a function takes: its key, or `name.key` where a parameter is called so.
+
+    Python takes both arguments of `forward(self, x, /, **more)` in a call `model(a, x=b)`.
+    """
+    return f"{name}.{key}" if key in signature.parameters else key
 
 
 def check_leaves(call: Call) -> None:

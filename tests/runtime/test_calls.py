@@ -274,3 +274,20 @@ def test_an_argument_is_a_tensor_of_its_own_contiguous_and_a_leaf(one_rank: Devi
     for args in ((x,), (x, x), (x, x.clone()), (x.t().contiguous().t(),), (tagged,)):
         torch.testing.assert_close(sharded(*args), told)
     torch.testing.assert_close(sharded(x.clone().requires_grad_() * 1), told)
+
+
+class TakesAny(nn.Linear):
+    """A model whose `**more` may be given a name that a parameter of its forward has."""
+
+    def forward(self, x: Tensor, /, *rest: Tensor, **more: Any) -> Tensor:
+        return super().forward(x) + 2 * sum(rest) + 3 * more["x"] + 4 * more["rest"] * more["more"]["x"]
+
+
+def test_a_named_argument_may_have_the_name_of_one_that_python_takes_by_position_only(one_rank: DeviceMesh) -> None:
+    model = TakesAny(6, 6)
+    sharded = autoshard(model, one_rank, options=EAGER)
+    x, y, named, rest, inner = torch.randn(5, 4, 6)
+    more: dict[str, Any] = {"x": named, "rest": rest, "more": {"x": inner}}
+    positional, shared = sharded.shard(x, y, **more)
+    torch.testing.assert_close(sharded(*positional, **shared), model(x, y, **more))
+    assert [*sharded.plan.inputs] == ["x", "rest.0", "more.x", "more.rest", "more.more.x"]
