@@ -220,7 +220,9 @@ def _fill(node: Node, number: torch.Tensor) -> None:
 
 def _replace_placeholder(graph: Graph, old: Node, key: Input) -> None:
     readable = re.sub(r"\W", "_", key.name).replace("tangents", "tangent")
-    new = graph.placeholder(f"tangents_{readable}" if key.role is InputRole.TANGENT else readable)
+    if key.role is InputRole.TANGENT:
+        readable = f"tangents_{readable}"
+    new = graph.placeholder("self_" if readable == "self" else readable)  # FX calls the module of a graph self
     new.target = new.name
     set_value(new, value_of(old))
     set_input(new, key)

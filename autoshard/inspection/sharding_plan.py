@@ -80,7 +80,8 @@ class ShardingPlan(PlanRecord):
 
     def explain(self, what: str) -> Explanation:
         """Explain a parameter (`"layers.0.wq.weight"`), a module, an input or output, a value or collective
-        (`"%mm_1"`), or a source line (`"model.py:42"`).
+        (`"%mm_1"`), or a source line (`"model.py:42"`). A name that a parameter and an input have is the parameter's;
+        `"input:scale"` is the input.
 
         The explanation has the chosen layout; each alternative with the predicted step when everything else is chosen
         to suit it; the constraints on it; where its placement came from; and the passes that changed it.

@@ -14,7 +14,7 @@ from autoshard.plans.collectives import Collective
 from autoshard.plans.record import PlanRecord
 from passes.errors import UserError
 from passes.ir.folded_layers import Repeats, moved_to
-from passes.ir.graph import InputRole, input_of, is_tensor, origin_of, outputs_of, placeholders, returned
+from passes.ir.graph import Input, InputRole, input_of, is_tensor, origin_of, outputs_of, placeholders, returned
 from passes.ir.text import parse_graph
 
 
@@ -55,11 +55,10 @@ def _graphs(plan: PlanRecord, gm: GraphModule) -> Iterator[GraphModule]:
 
 def _readings(plan: PlanRecord, gm: GraphModule, what: str, kept: str) -> Iterator[Subject]:
     """Yield each possible meaning of `what`; `kept` is its name in the layer that represents it."""
-    inputs = {input_of(n).name: n for n in placeholders(gm.graph) if input_of(n).role in (InputRole.PARAMETER, InputRole.INPUT)}
-    if kept in inputs:
-        node = inputs[kept]
-        kind = input_of(node).role.value
-        yield Subject(what, kind, (node,), tuple(_moving(plan, gm, (node,))))
+    inputs = {input_of(node): node for node in placeholders(gm.graph)}
+    keys = (Input(InputRole.PARAMETER, kept), Input(InputRole.INPUT, kept), Input(InputRole.INPUT, what.removeprefix("input:")))
+    for node in (inputs[key] for key in keys if key in inputs):
+        yield Subject(what, input_of(node).role.value, (node,), tuple(_moving(plan, gm, (node,))))
     outputs = {o.name: v for v, o in zip(returned(gm.graph), outputs_of(gm.graph), strict=True) if isinstance(v, Node)}
     if what in plan.outputs and what in outputs:
         yield Subject(what, "output", (outputs[what],), tuple(_moving(plan, gm, (outputs[what],))))

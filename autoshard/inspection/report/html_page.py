@@ -108,11 +108,11 @@ def _search(plan: PlanRecord) -> dict[str, Any]:
 
 def _values(plan: PlanRecord, graph: Graph, letters: Letters) -> Iterator[dict[str, Any]]:
     """Yield parameters, inputs and outputs, then intermediate values."""
-    named = {input_of(node).name: node for node in placeholders(graph)}
+    named = {(input_of(node).role.value, input_of(node).name): node for node in placeholders(graph)}
     sections = (("parameter", plan.parameters), ("input", plan.inputs), ("output", plan.outputs))
     for role, values in sections:
         for name, value in values.items():
-            node = named.get(name) if role != "output" else None
+            node = named.get((role, name))
             notation = _notation(letters, node, value.layout, plan.mesh)
             yield _value(name, role, value, notation, plan.mesh) | {"node": node.name if node is not None else ""}
     for node in graph.nodes:
