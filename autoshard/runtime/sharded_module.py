@@ -87,17 +87,12 @@ class ShardedModule(Refusals):
     @property
     def plan(self) -> ShardingPlan:
         """Return the plan of the first program: for training, if the model was first called in that mode."""
-        return self._first().plan
+        return _first(self).plan
 
     @property
     def programs(self) -> tuple[Program, ...]:
         """Return the programs in the order in which they were made: the calls they are for, their plans, and seconds."""
         return tuple(self._autoshard.programs)
-
-    def _first(self) -> Program:
-        if not self._autoshard.programs:
-            raise InputError("nothing was captured yet: give autoshard(..., args=...) or call the model once before")
-        return self._autoshard.programs[0]
 
     def shard(self, *args: Any, **kwargs: Any) -> Any:
         """Return this rank's part of a global batch, given as the arguments of a call.
@@ -155,7 +150,7 @@ class ShardedModule(Refusals):
         """
         state = self._autoshard
         if not state.programs and state.planner.splits().is_constrained:
-            self._first()
+            _first(self)
         place, ways, part = state.place, 1, 0
         for axis in state.planner.splits().data_axes:
             ways *= place.mesh.sizes[axis]
@@ -195,6 +190,24 @@ class ShardedModule(Refusals):
         return self
 
 
+class OwnFirst:
+    """Give what a sharded model adds to its class, unless the model has a part of its own by that name."""
+
+    def __init__(self, name: str, added: Any) -> None:
+        self.name, self.added = name, added
+
+    def __get__(self, model: ShardedModule | None, kind: type | None = None) -> Any:
+        """Return the model's own part; Python asks only where the model's `__dict__` has no such name."""
+        if model is not None:
+            for held in (model._parameters, model._buffers, model._modules):
+                if self.name in held:
+                    return held[self.name]
+        return self.added.__get__(model, kind)
+
+
+_ADDED = ("plan", "programs", "shard", "profile", "sampler", "save_pretrained")
+
+
 def shard_module(
     module: nn.Module,
     place: Place,
@@ -224,6 +237,7 @@ def shard_module(
     body: dict[str, Any] = {"__module__": kind.__module__}
     for method in (ShardedModule._autoshard_call, ShardedModule.shard):  # both refer to tensors by identity
         body[method.__name__] = torch.compiler.disable(method, reason=COMPILED)  # type: ignore[no-untyped-call]
+    body |= {name: OwnFirst(name, body.get(name, vars(ShardedModule)[name])) for name in _ADDED}
     copied.__class__ = type(f"Sharded{kind.__name__}", (ShardedModule, kind), body)
     sharded = cast(ShardedModule, copied)
     state = sharded._autoshard = RuntimeState(
@@ -247,6 +261,12 @@ def shard_module(
         described = format_planned(sharded, planned.signature, gradients=gradients)
         install(sharded, state, state.mode(sharded, gradients=gradients), planned, described, started=started)
     return sharded
+
+
+def _first(model: ShardedModule) -> Program:
+    if not model._autoshard.programs:
+        raise InputError("nothing was captured yet: give autoshard(..., args=...) or call the model once before")
+    return model._autoshard.programs[0]
 
 
 def _save_pretrained(model: ShardedModule, *args: Any, **kwargs: Any) -> Any:

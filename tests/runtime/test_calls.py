@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard import Bucket, InputError, Options, UserError, autoshard
+from autoshard import Bucket, InputError, Options, ShardedModule, UserError, autoshard
 from autoshard.capture.signature import InputSpec
 from autoshard.runtime.call_inputs import LocalInput
 from autoshard.runtime.parameters import place_of
@@ -276,18 +276,54 @@ def test_an_argument_is_a_tensor_of_its_own_contiguous_and_a_leaf(one_rank: Devi
     torch.testing.assert_close(sharded(x.clone().requires_grad_() * 1), told)
 
 
-class TakesAny(nn.Linear):
+class TakesAny(nn.Module):
     """A model whose `**more` may be given a name that a parameter of its forward has."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, 6)
+
     def forward(self, x: Tensor, /, *rest: Tensor, **more: Any) -> Tensor:
-        return super().forward(x) + 2 * sum(rest) + 3 * more["x"] + 4 * more["rest"] * more["more"]["x"]
+        return self.head(x) + 2 * sum(rest) + 3 * more["x"] + 4 * more["rest"] * more["more"]["x"]
 
 
 def test_a_named_argument_may_have_the_name_of_one_that_python_takes_by_position_only(one_rank: DeviceMesh) -> None:
-    model = TakesAny(6, 6)
+    model = TakesAny()
     sharded = autoshard(model, one_rank, options=EAGER)
     x, y, named, rest, inner = torch.randn(5, 4, 6)
     more: dict[str, Any] = {"x": named, "rest": rest, "more": {"x": inner}}
     positional, shared = sharded.shard(x, y, **more)
     torch.testing.assert_close(sharded(*positional, **shared), model(x, y, **more))
     assert [*sharded.plan.inputs] == ["x", "rest.0", "more.x", "more.rest", "more.more.x"]
+
+
+class NamesItsOwn(nn.Module):
+    """Holds parts whose names a sharded model has, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sampler, self.plan = nn.Sequential(Counting(6, 6)), 0
+        self.programs: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.plan += 1
+        self.programs = [*self.programs, x.sum().detach()]
+        return self.sampler(x)
+
+
+class Counting(nn.Linear):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+def test_a_name_that_a_model_has_itself_is_its_own(one_rank: DeviceMesh) -> None:
+    model = NamesItsOwn()
+    sharded: Any = autoshard(model, one_rank, options=EAGER)
+    for x in torch.ones(2, 6, 6):
+        torch.testing.assert_close(sharded(*sharded.shard(x)), model(x))
+    assert (sharded.plan, sharded.sampler[0].calls, sharded.get_submodule("sampler")) == (2, 2, sharded.sampler)
+    torch.testing.assert_close(sharded.programs, model.programs)
+    assert len(ShardedModule.sampler(sharded, range(4))) == 4
