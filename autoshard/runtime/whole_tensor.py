@@ -17,7 +17,6 @@ from torch.overrides import get_default_nowrap_functions
 from autoshard.runtime.parameters import Place
 from passes._torch import flatten_pytree, map_pytree, without_torch_function
 
-
 _BACKWARDS = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
 

@@ -118,7 +118,7 @@ class Marks(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # it has one gradient
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         Marks.made.append(type(whole(3) + 1))
         return gradient
 
