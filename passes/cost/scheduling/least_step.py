@@ -55,7 +55,8 @@ def least_of_graph(gm: GraphModule, mesh: Mesh, repeats: Repeats, *, are_sent_ap
     program = program_of_graph(gm, mesh, fused=False)
     tasks = (task if counted.issuperset(task.nodes) else replace(task, seconds=0.0) for task in program.tasks)
     program = unroll(replace(program, tasks=tuple(tasks)), repeats)
-    return _least(program, program.tasks, lambda task: task.is_collective and are_sent_apart, are_sent_apart=are_sent_apart)
+    counting = [task for task in program.tasks if task.seconds > 0.0]
+    return _least(program, counting, lambda task: task.is_collective and are_sent_apart, are_sent_apart=are_sent_apart)
 
 
 def _in_every_partition(graph: Graph) -> Iterator[str]:
