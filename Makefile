@@ -24,7 +24,7 @@ SOURCES := $(wildcard autoshard passes tests examples benchmarks)
 export OMP_NUM_THREADS := 1
 unexport PYTHONDONTWRITEBYTECODE  # tests start many processes, each of which would compile all sources
 
-.PHONY: help demo test pytest test-fast test-browser test-models gpu-check fuzz fuzz-table lint types clean
+.PHONY: help demo test pytest test-fast test-extended test-browser test-models gpu-check fuzz fuzz-table lint types clean
 .DEFAULT_GOAL := help
 
 help: ## what there is
@@ -33,7 +33,7 @@ help: ## what there is
 demo: $(INSTALLED) ## train a small GPT on 4 CPU processes, mesh dp=2,tp=2
 	@$(BIN)/python examples/train_gpt.py
 
-test: $(INSTALLED) ## lint, types and all tests: twenty to forty minutes on two cores
+test: $(INSTALLED) ## lint, types and tests: twenty to forty minutes on two cores
 	$(BIN)/ruff check $(SOURCES)
 	@$(MAKE) --no-print-directory --jobs=2 types pytest
 
@@ -41,7 +41,10 @@ pytest: $(INSTALLED)
 	$(BIN)/python -m pytest -q -n 3 --dist worksteal
 
 test-fast: $(INSTALLED) ## the tests that take a few seconds at most and start no processes: about eight minutes on two cores
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not gloo and not browser"
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not gloo and not browser and not extended"
+
+test-extended: $(INSTALLED) ## what `make test` leaves out: further cases of tests that take long
+	$(BIN)/python -m pytest -q -n 3 --dist worksteal -m "extended and not browser"
 
 test-browser: $(INSTALLED) ## open the page of a plan in a headless Chromium: CHROMIUM=path, one on PATH, Debian's, or playwright's
 	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e ".[test,browser]"

@@ -20,6 +20,7 @@ from passes.ir.graph import outputs_of, repeats_of, value_of
 from passes.ir.mesh import Mesh
 from passes.ir.text import format_graph
 from tests.capture.test_shallow import KINDS, Stack
+from tests.extended import extended
 from tests.models import gpt, llama
 
 MESH = Mesh("dp=2")
@@ -78,7 +79,7 @@ def test_few_layers_and_the_earlier_graph_give_the_whole(kind: str) -> None:
     assert (found is not None) == (kind in TAKEN)
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_kinds_of_layers(kind: str) -> None:
     model = Once(kind)
@@ -87,7 +88,7 @@ def test_all_kinds_of_layers(kind: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [lambda: gpt(layers=7), lambda: llama(layers=7)])
+@pytest.mark.parametrize("make", [lambda: gpt(layers=7), extended(lambda: llama(layers=7))])
 def test_decoders(make: Callable[[], Any]) -> None:
     model, args, _ = make()
     model.double()
@@ -109,7 +110,7 @@ class Head(nn.Module):
         return x.mean()
 
 
-HEADS = pytest.mark.parametrize("has_head", [False, True])
+HEADS = pytest.mark.parametrize("has_head", [extended(False), True])
 
 
 class Sized(nn.Module):
@@ -183,7 +184,7 @@ class Reading(nn.Module):
         (lambda index: max(index, 1), False),  # two layers before
     ],
 )
-@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("requires_grad", [False, extended(True)])
 def test_all_layers_read_what_they_read(
     source: Callable[[int], int], is_taken: bool, requires_grad: bool, has_head: bool
 ) -> None:
@@ -203,7 +204,7 @@ def test_the_first_layer_stands_for_all() -> None:
     assert _check(second, first) is not None
 
 
-@pytest.mark.parametrize("frozen", [0, 1, 4, 7, 9])
+@pytest.mark.parametrize("frozen", [0, 4, *(extended(one) for one in (1, 7, 9))])
 def test_a_graph_of_other_trained_parameters_is_not_taken(frozen: int) -> None:
     model = Once("plain")
     first = capture(model, _rows(12), training=True).graph_module

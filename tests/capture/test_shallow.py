@@ -15,6 +15,7 @@ from autoshard.planner.evaluation import Folded, fold
 from autoshard.planner.problem import Problem, captured_problem
 from autoshard.planner.request import PlanRequest
 from autoshard.plans.record import structure
+from tests.extended import extended
 
 DEPTH = 16  # two kinds of layers in turn leave enough to fold
 
@@ -87,7 +88,7 @@ def both(problem: Problem) -> tuple[Folded, bool, Folded]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind if kind in ("alternating", "shared") else extended(kind) for kind in KINDS])
 def test_a_shallow_trace_is_the_folded_joint_graph(kind: str) -> None:
     short, is_whole, whole = both(problem_of(kind))
     assert structure(short.text) == structure(whole.text)

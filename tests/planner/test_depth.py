@@ -15,6 +15,7 @@ from passes.cost.program import Program
 from passes.cost.unroll import unroll
 from passes.errors import UnlikeLayersError
 from passes.ir.folded_layers import Repeats
+from tests.extended import extended
 from tests.planner.test_search import on_meta
 from tests.spmd.decoders import decoder
 
@@ -56,7 +57,7 @@ def test_a_solution_whose_layers_become_unlike_is_planned_for_all_layers(monkeyp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["gather", "ring"])
+@pytest.mark.parametrize("way", ["gather", extended("ring")])
 def test_layers_whose_way_is_recomputed_are_planned_as_one(way: str) -> None:
     """Their masks are of few numbers, the places of the rank and of its chunks, which join no kernels of two layers."""
     case = decoder(layers=7, seq=32)

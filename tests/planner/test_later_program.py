@@ -24,6 +24,7 @@ from passes.ir.layout import Layout, Shard
 from passes.ir.more_layers import with_all_layers
 from passes.ir.text import format_graph
 from tests.capture.test_more_layers import Once
+from tests.extended import extended
 from tests.models import gpt, llama
 
 Args = tuple[torch.Tensor, ...]
@@ -73,10 +74,10 @@ def _rows(count: int) -> Args:
 @pytest.mark.parametrize(
     ("kind", "recipe", "mesh"),
     [
-        ("plain", "fsdp", "dp=2"),
+        extended("plain", "fsdp", "dp=2"),
         ("dropout", {"dp": "ddp", "tp": "megatron"}, "dp=2,tp=2"),
         ("alternating", "zero2", "dp=2"),
-        ("buffers", "fsdp", "dp=2"),
+        extended("buffers", "fsdp", "dp=2"),
     ],
 )
 def test_same_program(kind: str, recipe: Any, mesh: str) -> None:
@@ -95,9 +96,9 @@ FSDP, BOTH, CONTEXT = "fsdp", {"dp": "fsdp", "tp": "megatron"}, {"dp": "ddp", "c
 @pytest.mark.parametrize(
     ("make", "recipe", "mesh", "recompute"),
     [
-        (llama, FSDP, "dp=2", "block"),
+        extended(llama, FSDP, "dp=2", "block"),
         (gpt, BOTH, "dp=2,tp=2", "auto"),
-        (llama, CONTEXT, "dp=2,cp=2", "block"),
+        extended(llama, CONTEXT, "dp=2,cp=2", "block"),
     ],
 )
 def test_decoders(make: Callable[..., Any], recipe: Any, mesh: str, recompute: Any) -> None:

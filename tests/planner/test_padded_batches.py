@@ -18,6 +18,7 @@ from autoshard.planner.problem import captured_problem
 from autoshard.planner.recipe_candidates import expert_names
 from autoshard.planner.request import PlanRequest
 from autoshard.planner.ties import TIE
+from tests.extended import extended
 
 CLASSES = 10
 
@@ -46,7 +47,7 @@ def step_time(found: ShardingPlan) -> float:
     return found.cost.step_time
 
 
-@pytest.mark.parametrize(("mesh", "batch"), [("dp=4,tp=2", 12), ("dp=3,tp=5", 16), ("dp=8", 5)])
+@pytest.mark.parametrize(("mesh", "batch"), [("dp=4,tp=2", 12), extended("dp=3,tp=5", 16), ("dp=8", 5)])
 def test_no_recipe_is_faster_for_a_batch_that_axes_do_not_divide(mesh: str, batch: int) -> None:
     found = planned(batch, mesh)
     assert found.search is not None and found.search.least is not None

@@ -9,6 +9,7 @@ from torch.distributed.tensor import Shard
 
 from autoshard import MemoryLimitError, Mesh, Options, ShardingPlan, plan
 from autoshard.planner.decision import BEFORE
+from tests.extended import extended
 
 
 class Mlp(nn.Module):
@@ -42,7 +43,7 @@ def seconds(found: ShardingPlan) -> float:
     return found.cost.step_time
 
 
-@pytest.mark.parametrize("part", [1.0, 1.0002, 1.001, 1.1, 3.0])
+@pytest.mark.parametrize("part", [1.0002, 1.1, *(extended(one) for one in (1.0, 1.001, 3.0))])
 def test_a_memory_limit_above_the_peak_gives_no_slower_plan(part: float, present: ShardingPlan) -> None:
     assert present.cost is not None
     found = present.replan(memory_limit=int(part * present.cost.peak_memory))

@@ -46,6 +46,7 @@ from passes.manager import PassManager
 from passes.propagate import Propagate
 from passes.search.prepared import prepare
 from tests.calm import calm
+from tests.extended import extended
 from tests.models import Case, build
 from tests.spmd.oracle import check_step, compare, run_on_ranks
 
@@ -78,7 +79,7 @@ def searched(hidden: int, batch: int, mesh: Mesh, options: Options = SEARCH, lay
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("hardware", ["h100", "a100-pcie"])
+@pytest.mark.parametrize("hardware", ["h100", extended("a100-pcie")])
 @pytest.mark.parametrize(("hidden", "batch"), [(1 << 14, 64), (1024, 1 << 14)])
 def test_no_expert_that_fits_is_faster(hidden: int, batch: int, hardware: str) -> None:
     mesh = Mesh("dp=2,tp=4", hardware=hardware)
@@ -100,7 +101,7 @@ def test_a_search_pads_a_batch_that_axes_do_not_divide_as_recipes_do() -> None:
     assert not any("does not divide" in one.note for one in found.search.candidates)
 
 
-@pytest.mark.parametrize("mesh", ["tp=3", "dp=2,tp=3"])
+@pytest.mark.parametrize("mesh", ["tp=3", extended("dp=2,tp=3")])
 def test_a_search_pads_a_batch_for_axes_that_are_not_named_for_it(mesh: str) -> None:
     on = Mesh(mesh, hardware="a100")
     found = searched(256, 1 << 17, on)
@@ -251,7 +252,7 @@ def test_depth_is_planned_as_a_few_layers() -> None:
     assert gathers and all(one.seconds for one in gathers)
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_less_memory_takes_more_time_until_the_error_says_what_would_do() -> None:
     """All state is split from the start, as that costs nothing; then gathered parameters are not kept any more."""
     config = replace(TINY, layers=2, dim=1024, heads=8, kv_heads=8, hidden=4096, vocab=1024, seq=256)

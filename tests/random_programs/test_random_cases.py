@@ -12,6 +12,7 @@ import torch
 from passes._torch.inductor.corrections import corrected
 from passes._torch.inductor.corrections.reads_after_scatters import READS_AFTER_SCATTERS
 from passes._torch.supported import release
+from tests.extended import extended
 from tests.random_programs.draw import draw, runs
 from tests.random_programs.evaluate import EQUAL, GOOD, REFUSED, Outcome, evaluate
 from tests.random_programs.found import FOUND
@@ -37,7 +38,7 @@ def test_a_program_gives_the_numbers_of_one_device(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(122, 122 + 2 * SLOW, SLOW))
+@pytest.mark.parametrize("first", [122, extended(122 + SLOW)])
 def test_programs_give_the_numbers_of_one_device(first: int) -> None:
     for seed in range(first, first + SLOW):
         _check(seed)

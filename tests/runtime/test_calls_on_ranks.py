@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from autoshard import InputError, Options, UserError, autoshard
 from autoshard.runtime.calls.drawing import Resets
 from examples.gpt import GPT, Config
+from tests.extended import extended
 from tests.spawn import Failure, reports_of_ranks, run_on_ranks
 
 pytestmark = [pytest.mark.gloo, pytest.mark.slow]
@@ -47,7 +48,10 @@ def _train(rank: int, recipe: str, shapes: tuple[tuple[int, int], ...]) -> dict[
     return worst | {"programs": len(model.programs), "whole": isinstance(parts[0], DTensor), "searches": searches}
 
 
-@pytest.mark.parametrize(("ranks", "recipe", "shapes"), [(4, "fsdp+megatron", FEW_SHAPES), (2, "auto", SHAPES)])
+@pytest.mark.parametrize(
+    ("ranks", "recipe", "shapes"),
+    [(4, "fsdp+megatron", FEW_SHAPES), (2, "auto", FEW_SHAPES), extended(2, "auto", SHAPES)],
+)
 def test_every_shape_has_one_devices_numbers(ranks: int, recipe: str, shapes: tuple[tuple[int, int], ...]) -> None:
     for rank, found in enumerate(run_on_ranks(_train, ranks, recipe, shapes)):
         assert found["loss"] < 1e-10 and found["gradient"] < 1e-10, found

@@ -9,6 +9,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from autoshard import Mesh, Options, ShardingPlan, autoshard, plan
+from tests.extended import extended
 from tests.planner.test_padded_batches import CLASSES, Convolutions
 from tests.planner.test_padded_dims import Mlp
 from tests.spawn import run_on_ranks
@@ -68,7 +69,7 @@ def _padded_for_one_axis() -> ShardingPlan:
 
 @pytest.mark.gloo
 @pytest.mark.slow
-@pytest.mark.parametrize("is_given", [True, False])
+@pytest.mark.parametrize("is_given", [extended(True), False])
 def test_a_plan_with_dims_padded_for_an_axis_named_for_data_runs_with_batches_of_any_size(is_given: bool) -> None:
     found = _padded_for_one_axis()
     assert found.compute_axes == ("dp",) and found.recipes == (None,)

@@ -39,6 +39,7 @@ from passes.search.model import strategies
 from passes.search.model.axis_groups import single_axes
 from passes.search.prepared import Prepared
 from passes.search.solvers.highs import MixedIntegerProgram
+from tests.extended import extended
 
 VOCAB, DIM = 32_000, 2048
 
@@ -125,7 +126,7 @@ def test_the_model_prices_the_step_that_is_simulated(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "off"), [("fsdp", 0.04), ("megatron", 0.025), ("fsdp+megatron", 0.1)]
+    ("name", "off"), [extended("fsdp", 0.04), ("megatron", 0.025), ("fsdp+megatron", 0.1)]
 )
 def test_the_model_prices_the_step_where_a_slow_network_takes_most_of_it(name: str, off: float) -> None:
     """Links wait for the first gradient, padded weights are gathered again in the backward, and what kernels wait for in the
@@ -320,7 +321,7 @@ def test_tuning_goes_on_while_the_bound_rises() -> None:
     assert solution.objective < 1.03 * solution.bound
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_strategies_further_from_the_bound_join_a_program_that_lacks_some() -> None:
     """The linear program of those within 0.2 % of the bound took 3 % more than the bound, which did not rise any more."""
     with torch.device("meta"):
@@ -330,7 +331,7 @@ def test_strategies_further_from_the_bound_join_a_program_that_lacks_some() -> N
     assert solution.objective < 1.02 * solution.bound
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_a_plan_of_many_unlike_layers_is_near_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """Too few strategies of each call were in the program that HiGHS solved: 1.15 of the bound. Eight layers are many for the
     constant as it is, and take four times as long."""

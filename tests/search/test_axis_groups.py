@@ -84,7 +84,7 @@ def searched(mesh: str) -> ShardingPlan:
     return plan(model, Mesh(mesh, hardware="h100"), args, options=Options())
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_three_axes_are_as_good_as_two() -> None:
     """The same devices on the same links: what two axes can do, three can."""
     two, three = searched("dp=16,tp=8"), searched("dp=8,cp=2,tp=8")

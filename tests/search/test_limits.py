@@ -16,6 +16,7 @@ from autoshard.planner import candidates
 from autoshard.planner.solver_candidate import BEATEN
 from autoshard.planner.ties import TIE
 from passes.search.solvers import highs
+from tests.extended import extended
 from tests.models import MLP, ConvNet
 
 Made = tuple[nn.Module, tuple[Any, ...]]
@@ -195,6 +196,7 @@ def test_a_time_limit_that_is_no_time_is_refused(limit: Any) -> None:
         Options(time_limit=limit)
 
 
+@pytest.mark.extended
 def test_a_plan_is_as_fast_in_its_own_peak_where_the_estimate_is_off_by_little() -> None:
     """The solver estimates 8 % more than the simulator finds, and took a plan that is 4 % slower."""
     model, args = on_meta(lambda: (MixtureDecoder(), (torch.empty(8, 256, dtype=torch.long),) * 2))
@@ -205,7 +207,7 @@ def test_a_plan_is_as_fast_in_its_own_peak_where_the_estimate_is_off_by_little()
     assert held is not None and held.step_time <= free.step_time * (1 + TIE)
 
 
-@pytest.mark.parametrize(("mesh", "hardware", "experts"), [("dp=2,tp=2", "h100", 6), ("dp=4", "a100", 8)])
+@pytest.mark.parametrize(("mesh", "hardware", "experts"), [("dp=2,tp=2", "h100", 6), extended("dp=4", "a100", 8)])
 def test_a_plan_that_fits_is_not_lost_where_the_solver_estimates_too_much_memory(
     mesh: str, hardware: str, experts: int
 ) -> None:
