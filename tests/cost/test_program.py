@@ -152,7 +152,7 @@ def test_a_mesh_without_hardware_has_no_costs() -> None:
         program_of(split.forward, split.backward, Mesh("dp=2", hardware="h100"), optimizer="lion")
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_three_thousand_nodes_take_seconds() -> None:
     split = _split("deep", "dp=8", "fsdp")
     assert split.backward is not None

@@ -19,6 +19,7 @@ from passes.ir.text import format_graph, parse_graph
 from passes.normalize import Normalize
 from passes.verify import verify
 from tests import models
+from tests.extended import extended
 
 MESH = Mesh("dp=2")
 
@@ -51,7 +52,7 @@ def canonical(gm: GraphModule, layer_names: dict[str, str]) -> str:
     ("build", "prefix", "options"),
     [
         (models.gpt, "blocks", {"dropout": 0.1}),
-        (models.llama, "layers", {"norm": models.FunctionalRMSNorm}),
+        extended(models.llama, "layers", {"norm": models.FunctionalRMSNorm}),
     ],
 )
 def test_a_folded_decoder_is_the_decoder_of_four_layers(build: Any, prefix: str, options: dict[str, Any]) -> None:

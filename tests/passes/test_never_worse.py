@@ -25,6 +25,7 @@ from passes.ir.graph import copy_graph
 from passes.ir.mesh import Mesh
 from passes.manager import PassManager
 from passes.schedule_overlap import ScheduleOverlap
+from tests.extended import extended
 from tests.models import Case, gpt, llama, moe
 
 AXES = "dp=2,tp=2"
@@ -65,7 +66,7 @@ def _ordered(gm: GraphModule, mesh: Mesh, limit: int) -> float:
 @pytest.mark.parametrize(
     ("make", "recipe", "links"),
     [
-        (lambda: llama(layers=1), "fsdp+megatron", "late"),
+        extended(lambda: llama(layers=1), "fsdp+megatron", "late"),
         (lambda: gpt(layers=1), "fsdp", "slow"),
         (moe, "zero2+megatron", "late"),
     ],

@@ -17,6 +17,7 @@ from autoshard.plans.record import PlanRecord
 from autoshard.runtime.program_planner import ProgramPlanner
 from passes.ir.text import parse_graph
 from passes.pad import Pad
+from tests.extended import extended
 from tests.passes.rewrite import assert_declines, assert_same_values
 
 BATCH, IN, OUT, CLASSES = 7, 6, 8, 5
@@ -165,7 +166,7 @@ def test_a_first_batch_of_one_is_whole_and_later_batches_are_split(recipe: str) 
     assert planner.splits().whole_shape("x", torch.empty(4, IN), 4) == (8, IN)
 
 
-@pytest.mark.parametrize("mesh", ["tp=3", "dp=2,tp=3"])
+@pytest.mark.parametrize("mesh", ["tp=3", extended("dp=2,tp=3")])
 def test_a_search_that_pads_for_axes_that_are_not_named_for_the_batch(mesh: str) -> None:
     keeper, model, on, options = Keeper(), Cosines().double(), Mesh(mesh, hardware="h100"), Options()
     args = torch.randn(4096, IN, dtype=torch.float64), torch.randint(CLASSES, (4096,))

@@ -32,7 +32,7 @@ def seconds_after_capture(layers: int) -> float:
     return time.process_time() - begun["fold"]
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_four_times_the_layers_take_at_most_twice_as_long_after_capture() -> None:
     torch.manual_seed(0)
     seconds_after_capture(8)  # what is cached once is not measured

@@ -472,7 +472,7 @@ def test_a_candidate_that_fails_is_left_out_and_the_rest_goes_on(monkeypatch: py
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "kv_heads", "hidden", "name", "exactly"),
-    [("dp=2,tp=2", 2, 1408, "hsdp", False), ("dp=4,tp=2", 8, 1536, "fsdp", True)],
+    [("dp=2,tp=2", 2, 1408, "hsdp", False), extended("dp=4,tp=2", 8, 1536, "fsdp", True)],
 )
 def test_a_candidate_that_may_be_faster_by_name_says_so(
     mesh: str, kv_heads: int, hidden: int, name: str, *, exactly: bool

@@ -149,7 +149,7 @@ def test_a_wrong_number_and_an_error_are_outcomes(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.gloo
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", ["eager", "inductor"])
+@pytest.mark.parametrize("ranks", [extended("eager"), "inductor"])
 def test_ranks_are_compared_with_the_model(ranks: str) -> None:
     outcome = evaluate(Case(PROGRAM, Setting("dp=2", "h100", {"dp": "fsdp"}, ranks=ranks)))
     assert outcome.kind == EQUAL, outcome.detail

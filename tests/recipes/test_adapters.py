@@ -54,9 +54,9 @@ class AdaptedBlock(nn.Module):
 @pytest.mark.parametrize(
     ("rank", "is_first", "fused", "mesh"),
     [
-        pytest.param(4, False, False, "dp=2,tp=2", id="q_k_v_apart", marks=pytest.mark.slow),
-        pytest.param(4, True, True, "tp=2", id="q_k_v_fused_adapter_first"),
-        pytest.param(3, False, True, "tp=2", id="a_rank_that_does_not_divide", marks=pytest.mark.slow),
+        pytest.param(4, False, False, "dp=2,tp=2", id="q_k_v_apart"),
+        pytest.param(4, True, True, "tp=2", id="q_k_v_fused_adapter_first", marks=pytest.mark.extended),
+        pytest.param(3, False, True, "tp=2", id="a_rank_that_does_not_divide"),
     ],
 )
 def test_a_base_and_its_adapter_are_sharded_alike(rank: int, is_first: bool, fused: bool, mesh: str) -> None:

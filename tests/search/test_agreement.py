@@ -177,7 +177,7 @@ def test_a_constraint_makes_no_plan_faster_where_plans_are_a_tie_for_the_solver(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "sizes", "mesh", "hardware"),
-    [(big_vocabulary, (16, 4096), "dp=8", "h100"), (multi_query_2b, (64, 2048), "dp=2,tp=8", "b200")],
+    [(big_vocabulary, (16, 4096), "dp=8", "h100"), extended(multi_query_2b, (64, 2048), "dp=2,tp=8", "b200")],
     ids=["a loss that messages split", "attention where heads do not divide"],
 )
 def test_the_model_prices_megatron(
@@ -253,6 +253,7 @@ def test_the_model_prices_a_first_and_a_last_layer_that_are_unlike(name: str, re
     assert objective == pytest.approx(step, rel=rel)
 
 
+@pytest.mark.extended
 def test_results_of_a_ring_are_merged_by_few_kernels() -> None:
     """One head of keys goes around a ring: with a kernel for each step, and a copy of each chunk, it was 1.084 of the step."""
     config = llama.Config(layers=4, dim=2048, heads=8, kv_heads=1, hidden=4096, vocab=1000)
@@ -263,7 +264,7 @@ def test_results_of_a_ring_are_merged_by_few_kernels() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "off"), [("fsdp", 0.07), ("zero2", 0.06), ("ddp", 0.05)])
+@pytest.mark.parametrize(("name", "off"), [extended("fsdp", 0.07), ("zero2", 0.06), ("ddp", 0.05)])
 def test_the_last_message_has_what_is_left(name: str, off: float) -> None:
     """Four messages of gradients on 256 ranks, the last of which is as short as one layer's: as long as the others, 1.05 to
     1.10 of the step. Parameters that the backward casts again make `fsdp` 1.06."""
@@ -302,7 +303,7 @@ def _objective_and_step(stated: tuple[SearchTask, Prepared], name: str) -> tuple
     return estimate(experts, recipes, found), in_chunks(task.problem, task.evaluate(recipes)).cost.step_time
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_gradients_are_reduced_after_their_cast_also_where_padding_is_cut_off_before_it() -> None:
     task, found = padded_heads()
     solution = next(found.solutions(Goal(float(task.limit))))

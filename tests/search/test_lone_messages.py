@@ -11,7 +11,7 @@ from autoshard import Mesh, Options, plan
 from autoshard.planner.ties import TIE
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_a_small_model_of_which_every_rank_computes_all_is_not_made_slower_by_gathers_of_single_parameters() -> None:
     """It took 2.7 times as long, or as many solves as parameters were gathered for nothing."""
     transformers = pytest.importorskip("transformers", reason="the extra [models] has it")
