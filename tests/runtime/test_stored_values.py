@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -366,3 +367,33 @@ def test_what_no_program_can_store(one_rank: DeviceMesh, model: nn.Module, messa
     with pytest.raises(CaptureError) as caught:
         autoshard(model, one_rank, (torch.ones(2, 3),), options=EAGER)
     assert str(caught.value).startswith(message)
+
+
+class ReturnsItsOwn(Base):
+    """Returns a buffer that it adds to, one that it reads, a tensor attribute, and a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(3))
+        self.register_buffer("offset", torch.zeros(3))
+        self.constant = torch.zeros(3)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        self.count += 1
+        loss = (self.linear(x) + self.offset + self.constant).sum()
+        return {"loss": loss, "count": self.count, "offset": self.offset, "constant": self.constant, "bias": self.linear.bias}
+
+
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_an_output_that_is_the_models_own_is_a_copy(one_rank: DeviceMesh, compiler: Any) -> None:
+    model: Any = autoshard(ReturnsItsOwn(), one_rank, options=replace(EAGER, compile=compiler))
+    bias = model.linear.bias.full_tensor().detach().clone()
+    output = model(torch.ones(2, 3))
+    model(torch.ones(2, 3))
+    assert output["count"].tolist() == [1, 1, 1] and model.count.tolist() == [2, 2, 2]
+    output = model(torch.ones(2, 3))
+    with torch.no_grad():
+        for name in ("count", "offset", "constant", "bias"):
+            output[name].add_(5)
+    assert (model.count.tolist(), model.offset.tolist(), model.constant.tolist()) == ([3, 3, 3], [0, 0, 0], [0, 0, 0])
+    torch.testing.assert_close(model.linear.bias.full_tensor(), bias)
