@@ -372,6 +372,9 @@ def test_what_no_program_can_store(one_rank: DeviceMesh, model: nn.Module, messa
 class ReturnsItsOwn(Base):
     """Returns a buffer that it adds to, one that it reads, a tensor attribute, and a parameter."""
 
+    count: Tensor
+    offset: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("count", torch.zeros(3))
