@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from passes._torch import OpOverload, fake_mode_of
+from passes._torch import OpOverload, fake_mode_of, without_autocast
 from passes.errors import VerifyError
 from passes.ir.collectives import is_step, kind_of_op, step_axes, step_kind
 from passes.ir.graph import (
@@ -276,7 +276,7 @@ def _no_reshards(checked: _Checked) -> None:
 
 def _values(checked: _Checked) -> None:
     """Check that every node's value has the type that its call gives on per-device operands."""
-    with fake_mode_of([value_of(node) for node in checked.graph.nodes if has_value(node)]):
+    with fake_mode_of([value_of(node) for node in checked.graph.nodes if has_value(node)]), without_autocast():
         for node in checked.graph.nodes:
             if node.op == "call_function":
                 _computed(checked, node)

@@ -19,6 +19,7 @@ from passes._torch import (
     run_joint_graph_passes,
     tag_recompute,
     tag_save,
+    without_autocast,
 )
 from passes.errors import CompilerError
 from passes.ir.graph import (
@@ -78,7 +79,8 @@ class Program:
 
         `inputs` are in the order of `split.inputs`; the results in that of `split.outputs`.
         """
-        results = list(self._forward(inputs))
+        with without_autocast():
+            results = list(self._forward(inputs))
         count = len(self.split.outputs)
         buffers = sum(output.role is OutputRole.BUFFER for output in self.split.outputs)
         return results[: count - buffers], results[count - buffers : count], results[count:]
@@ -90,7 +92,8 @@ class Program:
         arguments = [*saved, *tangents]
         saved.clear()
         tangents.clear()
-        return list(self._backward(arguments))
+        with without_autocast():
+            return list(self._backward(arguments))
 
 
 def strided_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -104,6 +107,7 @@ def strided_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(like.shape, like.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
+@without_autocast()
 def split_program(gm: GraphModule, *, mode: Mode) -> Split:
     """Partition a LOCAL graph into forward and backward.
 
@@ -209,6 +213,7 @@ def _tag_savings(graph: Graph) -> None:
             tag_recompute(node)
 
 
+@without_autocast()
 def compile_split(split: Split, *, mode: Mode) -> Program:
     """Compile both halves."""
     if mode == "eager":

@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.graph import _BoxedCodeGen
 from torch.fx.node import map_arg
 
+from passes._torch.modes import without_autocast
 from passes._torch.patches import replaced
 
 
@@ -56,5 +57,6 @@ def trace_call(
         positional, named = map_arg((args, kwargs), held.__getitem__)
         return target(*positional, **named)
 
-    made: GraphModule = make_fx(call, decomposition_table=decomposition_table)(*values.values())
+    with without_autocast():
+        made: GraphModule = make_fx(call, decomposition_table=decomposition_table)(*values.values())
     return made

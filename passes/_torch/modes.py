@@ -80,6 +80,13 @@ def without_saved_tensors_hooks() -> Iterator[None]:
             autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """Compute as a graph says: its casts are ops, and an op of the dtype that the trace chose is not to be cast again."""
+    with torch._C._DisableAutocast():
+        yield
+
+
 def without_torch_function(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Call `func` on tensors of subclasses as on those of `torch.Tensor`."""
     with torch._C.DisableTorchFunctionSubclass():

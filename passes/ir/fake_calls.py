@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from passes._torch import FakeTensorMode, OpOverload, fake_empty, fake_view, shares_memory
+from passes._torch import FakeTensorMode, OpOverload, fake_empty, fake_view, shares_memory, without_autocast
 from passes.ir.graph import value_of, values_in
 
 KNOWN = 1 << 16  # cached forms of calls; a model has some hundreds
@@ -93,7 +93,7 @@ def _strides_allow(shape: torch.Size, stride: tuple[int, ...], new: tuple[int, .
 
 
 def _run(mode: FakeTensorMode, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    with mode:
+    with mode, without_autocast():
         return target(*values_in(args), **values_in(kwargs))
 
 

@@ -95,6 +95,40 @@ def test_autocast_is_a_mode(one_rank: DeviceMesh) -> None:
     assert sharded(tokens(4, 5)).dtype is torch.float32
 
 
+class Guarded(nn.Module):
+    """Leaves autocast for its last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16, bias=False), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        with torch.autocast("cpu", enabled=False):
+            out: Tensor = self.last(h.float())
+        return out
+
+
+def test_a_part_that_leaves_autocast_is_not_cast_again(one_rank: DeviceMesh) -> None:
+    model = Guarded()
+    sharded: Any = autoshard(model, one_rank, options=EAGER)
+    x = torch.randn(8, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.testing.assert_close(sharded(x), model(x), rtol=0, atol=1e-6)
+
+
+def test_a_backward_under_autocast_is_not_cast(one_rank: DeviceMesh) -> None:
+    model = nn.Linear(8, 4)
+    sharded: Any = autoshard(model, one_rank, options=EAGER)
+    x = torch.randn(8, 8, requires_grad=True)
+    sharded(x).square().sum().backward()
+    found, x.grad = x.grad, None
+    loss = sharded(x).square().sum()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss.backward()
+    torch.testing.assert_close(x.grad, found, rtol=0, atol=0)
+
+
 def test_the_seconds_of_a_program_are_told(one_rank: DeviceMesh, caplog: pytest.LogCaptureFixture) -> None:
     _, sharded = sharded_of(one_rank)
     with caplog.at_level(logging.INFO, "autoshard.programs"):
