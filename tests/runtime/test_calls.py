@@ -129,6 +129,22 @@ def test_a_backward_under_autocast_is_not_cast(one_rank: DeviceMesh) -> None:
     torch.testing.assert_close(x.grad, found, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("convert", [nn.Module.bfloat16, nn.Module.double, nn.Module.float])
+def test_a_model_is_converted_after_an_optimizer_stepped(one_rank: DeviceMesh, convert: Any) -> None:
+    model = nn.Linear(8, 4)
+    sharded: Any = autoshard(model, one_rank, options=EAGER)
+    x = torch.randn(8, 8)
+    for each in (model, sharded):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        each(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        convert(each)
+        each(x.to(each.weight.dtype)).square().mean().backward()
+        optimizer.step()
+    torch.testing.assert_close(sharded.weight.full_tensor(), model.weight)
+
+
 def test_the_seconds_of_a_program_are_told(one_rank: DeviceMesh, caplog: pytest.LogCaptureFixture) -> None:
     _, sharded = sharded_of(one_rank)
     with caplog.at_level(logging.INFO, "autoshard.programs"):

@@ -14,6 +14,8 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from passes._torch import local_of_dtensor
+
 DIGITS = 6  # of a number that count: hosts may compute a schedule's last digits differently
 SHOWN = 3  # groups of parameters whose numbers a message shows
 
@@ -24,12 +26,15 @@ class _Steps:
 
     last: str
     digest: str
+    parameter: int  # the id of the optimizer's first one
 
     def __str__(self) -> str:
         return f"{self.last} ({self.digest[:4]})"
 
 
-_STEPS: MutableMapping[torch.Tensor, _Steps] = WeakTensorKeyDictionary()  # by the first parameter, which outlives an optimizer
+# By this rank's part of the first parameter, which outlives an optimizer. Torch cannot convert (`model.bfloat16()`) a DTensor
+# with a weak reference; a parameter that is converted gets another part, and its record is begun again, on all ranks alike.
+_STEPS: MutableMapping[torch.Tensor, _Steps] = WeakTensorKeyDictionary()
 
 
 @cache
@@ -40,7 +45,7 @@ def follow_optimizers() -> None:
 
 def numbers_of_steps(ids: Collection[int]) -> str:
     """Return "SGD lr=0.1 (4f2a)" for the optimizers of parameters with these ids; it is to be equal on all ranks."""
-    return " and ".join(sorted(str(steps) for first, steps in _STEPS.items() if id(first) in ids)) or "none"
+    return " and ".join(sorted(str(steps) for steps in _STEPS.values() if steps.parameter in ids)) or "none"
 
 
 def _note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -52,9 +57,10 @@ def _note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     chosen = _length_of_step(optimizer, first)
     groups = sorted({", ".join(_numbers(group | chosen)) for group in optimizer.param_groups})  # ranks may have another order
-    last, before = f"{type(optimizer).__name__} {' and '.join(groups[:SHOWN])}", _STEPS.get(first)
+    part = local_of_dtensor(first)
+    last, before = f"{type(optimizer).__name__} {' and '.join(groups[:SHOWN])}", _STEPS.get(part)
     told = repr((before and before.digest, type(optimizer).__name__, groups))
-    _STEPS[first] = _Steps(last, hashlib.blake2b(told.encode(), digest_size=8).hexdigest())
+    _STEPS[part] = _Steps(last, hashlib.blake2b(told.encode(), digest_size=8).hexdigest(), id(first))
 
 
 def _length_of_step(optimizer: Optimizer, first: DTensor) -> dict[str, Any]:
