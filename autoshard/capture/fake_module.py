@@ -85,12 +85,14 @@ def _empty_like(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype |
 
 
 def check_parameters(module: nn.Module) -> None:
-    """Raise CaptureError for a parameter without a shape, or one that is no plain tensor."""
+    """Raise CaptureError for a parameter without a shape, or no plain tensor, or named as the gradient of an input."""
     for fqn, parameter in module.named_parameters():
         _check_parameter(fqn, parameter)
 
 
 def _check_parameter(fqn: str, parameter: nn.Parameter) -> None:
+    if fqn.startswith("input:"):
+        raise CaptureError(f"parameter {fqn} is named as plans name the gradient of an input; rename it, without 'input:'")
     if isinstance(parameter, UninitializedParameter):
         raise CaptureError(
             f"parameter {fqn} has no shape yet, as its module is lazy; run the module once on one device before"

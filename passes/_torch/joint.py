@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+from torch._functorch import config
 from torch._functorch._aot_autograd.descriptors import (
     GradAOTOutput,
     InputMutationAOTOutput,
@@ -35,9 +36,12 @@ def trace_joint(flat: GraphModule, args: tuple[torch.Tensor, ...], decomposition
 
     Torch takes oneDNN's kernel for an LSTM whose input on the CPU needs no gradient: an op that cannot be sharded, and whose
     forward keeps nothing for the backward unless autograd records it. Without oneDNN an LSTM is traced as its products.
+    The backward is that of a `backward()` outside of autocast, also where the forward is within: torch would trace both within,
+    and cast the gradients of what the model computes in a block that leaves autocast.
     """
     no_kernel = replaced(torch._C, "_get_mkldnn_enabled", lambda: False)
-    with ExitStack() as stack, replaced(effects, "has_effects", _has_effects), no_kernel:
+    outside = config.patch(backward_pass_autocast="off")
+    with ExitStack() as stack, replaced(effects, "has_effects", _has_effects), no_kernel, outside:
         joint = aot_export_joint_with_descriptors(stack, flat, args, decompositions=decompositions)
         graph_module = joint.graph_module
     descriptions = graph_module.graph.output_node().meta["desc"]

@@ -679,6 +679,17 @@ class IsLazy(Model):
         return self.layer(x)
 
 
+class NamedAsGradient(Model):
+    """parameter input:x is named as plans name the gradient of an input; rename it, without 'input:'"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_parameter("input:x", nn.Parameter(torch.ones(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.get_parameter("input:x")
+
+
 def keep_products() -> Any:
     keeps, again = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
     return create_selective_checkpoint_contexts(lambda _, op, *args, **kwargs: keeps if "mm" in str(op) else again)

@@ -114,7 +114,11 @@ def test_a_part_that_leaves_autocast_is_not_cast_again(one_rank: DeviceMesh) -> 
     sharded: Any = autoshard(model, one_rank, options=EAGER)
     x = torch.randn(8, 8)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        torch.testing.assert_close(sharded(x), model(x), rtol=0, atol=1e-6)
+        found, expected = sharded(x), model(x)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    for each in (found, expected):
+        each.square().sum().backward()
+    torch.testing.assert_close(sharded.last.weight.grad.full_tensor(), model.last.weight.grad, rtol=0, atol=1e-5)
 
 
 def test_a_backward_under_autocast_is_not_cast(one_rank: DeviceMesh) -> None:
