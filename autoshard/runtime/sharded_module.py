@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -208,6 +209,17 @@ class OwnFirst:
 _ADDED = ("plan", "programs", "shard", "profile", "sampler", "save_pretrained")
 
 
+def _warn_of_hidden(kind: type[nn.Module]) -> None:
+    """Warn of what the class has under a name that the sharded model uses; its `save_pretrained` is called by ours."""
+    for name in _ADDED[:-1]:
+        if hasattr(kind, name):
+            warnings.warn(
+                f"{kind.__name__}.{name} is hidden by what the sharded model has under that name; rename it to use it outside of "
+                "the model's forward",
+                stacklevel=2,
+            )
+
+
 def shard_module(
     module: nn.Module,
     place: Place,
@@ -234,6 +246,8 @@ def shard_module(
     stream = RandomStream((exchange(groups, origin_of(module))[0],))
     suspects = () if layouts is None else _suspects(module, copied, groups)
     kind = type(module)
+    if groups.rank == groups.mesh.ranks[0]:
+        _warn_of_hidden(kind)
     body: dict[str, Any] = {"__module__": kind.__module__}
     for method in (ShardedModule._autoshard_call, ShardedModule.shard):  # both refer to tensors by identity
         body[method.__name__] = torch.compiler.disable(method, reason=COMPILED)  # type: ignore[no-untyped-call]

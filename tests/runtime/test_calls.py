@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from typing import Any
 
 import pytest
@@ -147,6 +148,27 @@ def test_a_model_is_converted_after_an_optimizer_stepped(one_rank: DeviceMesh, c
         each(x.to(each.weight.dtype)).square().mean().backward()
         optimizer.step()
     torch.testing.assert_close(sharded.weight.full_tensor(), model.weight)
+
+
+class Programmed(nn.Linear):
+    """Has a method by a name that a sharded model has."""
+
+    def programs(self) -> int:
+        return 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.programs()
+
+
+def test_a_method_that_the_sharded_model_hides_is_warned_of(one_rank: DeviceMesh) -> None:
+    model, x = Programmed(4, 4), torch.ones(2, 4)
+    text = (
+        "Programmed.programs is hidden by what the sharded model has under that name; rename it to use it outside of the "
+        "model's forward"
+    )
+    with pytest.warns(UserWarning, match=f"^{re.escape(text)}$"):
+        sharded = autoshard(model, one_rank, options=EAGER)
+    torch.testing.assert_close(sharded(x), model(x))
 
 
 def test_the_seconds_of_a_program_are_told(one_rank: DeviceMesh, caplog: pytest.LogCaptureFixture) -> None:
