@@ -25,7 +25,9 @@ from torch import nn
 
 from autoshard.capture.signature import is_constant
 
-INTERNAL = (frozenset(nn.Module().__dict__) | {"_autoshard"}) - {"training"}  # attributes that every module has
+_COMPILED = {"_is_torch_compile", "_compiled_call_impl"}  # what `torch.compile` and `compile()` of a module set
+# Attributes that every module has or may have, beside those of its class.
+INTERNAL = (frozenset(nn.Module().__dict__) | {"_autoshard"} | _COMPILED) - {"training"}
 # Objects that do not change, and those that are compared as a whole or by a guard of their own.
 _CLOSED = (BuiltinFunctionType, CodeType, ModuleType, type, logging.Logger, torch.Tensor, PurePath, re.Pattern)
 CONTAINERS = (dict, list, tuple, deque, set, frozenset, MappingProxyType)

@@ -171,6 +171,15 @@ def test_a_method_that_the_sharded_model_hides_is_warned_of(one_rank: DeviceMesh
     torch.testing.assert_close(sharded(x), model(x))
 
 
+def test_what_torch_compile_sets_is_no_change(one_rank: DeviceMesh) -> None:
+    sharded, x = autoshard(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), one_rank, options=EAGER), torch.ones(2, 4)
+    expected = sharded(x)
+    torch.testing.assert_close(torch.compile(sharded, backend="eager")(x), expected)
+    sharded.compile(backend="eager")
+    torch.testing.assert_close(sharded(x), expected)
+    assert len(sharded.programs) == 1
+
+
 def test_the_seconds_of_a_program_are_told(one_rank: DeviceMesh, caplog: pytest.LogCaptureFixture) -> None:
     _, sharded = sharded_of(one_rank)
     with caplog.at_level(logging.INFO, "autoshard.programs"):
