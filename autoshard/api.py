@@ -32,6 +32,7 @@ from autoshard.runtime.sharded_module import ShardedModule, shard_module
 from autoshard.runtime.shared_memory import check_devices
 from autoshard.runtime.shared_plan import Decided, given_plan, plan_together
 from autoshard.runtime.watch.call_watch import SharedCall
+from passes._torch import without_dispatch_modes
 from passes.errors import MeshError, UserError
 from passes.ir.mesh import Mesh
 
@@ -143,7 +144,14 @@ def _distribute(
     place = place_of(device_mesh)
     limit = None if options is None else options.rank_timeout
     groups = open_groups(device_mesh, place.mesh, model=type(model).__name__, rank_timeout=limit)
-    with groups.watch.call(SharedCall("autoshard(...)", traits=_traits(args, kwargs, plan, options))):
+    call = SharedCall("autoshard(...)", traits=_traits(args, kwargs, plan, options))
+    gradients = torch.is_grad_enabled()
+    with (
+        torch.inference_mode(mode=False),
+        torch.set_grad_enabled(gradients),  # what is made outlives the mode
+        without_dispatch_modes(),
+        groups.watch.call(call),
+    ):
         return _distribute_together(model, device_mesh, place, groups, args, kwargs, plan, options)
 
 

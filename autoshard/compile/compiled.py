@@ -20,6 +20,7 @@ from passes._torch import (
     tag_recompute,
     tag_save,
     without_autocast,
+    without_modes,
 )
 from passes.errors import CompilerError
 from passes.ir.graph import (
@@ -79,7 +80,7 @@ class Program:
 
         `inputs` are in the order of `split.inputs`; the results in that of `split.outputs`.
         """
-        with without_autocast():
+        with without_modes():
             results = list(self._forward(inputs))
         count = len(self.split.outputs)
         buffers = sum(output.role is OutputRole.BUFFER for output in self.split.outputs)
@@ -92,7 +93,7 @@ class Program:
         arguments = [*saved, *tangents]
         saved.clear()
         tangents.clear()
-        with without_autocast():
+        with without_modes():
             return list(self._backward(arguments))
 
 

@@ -75,6 +75,7 @@ try:
     )
     from passes._torch.interception import Calls, intercepted
     from passes._torch.modes import (
+        function_modes,
         in_backward,
         in_forward_mode,
         in_transform,
@@ -82,7 +83,9 @@ try:
         keeps_graph,
         reentrant_checkpoint,
         without_autocast,
+        without_dispatch_modes,
         without_fused_encoders,
+        without_modes,
         without_saved_tensors_hooks,
         without_torch_function,
     )
@@ -166,6 +169,7 @@ __all__ = [
     "fake_view",
     "flatten_pytree",
     "followed",
+    "function_modes",
     "group_timeout",
     "in_backward",
     "in_forward_mode",
@@ -219,7 +223,9 @@ __all__ = [
     "unregister_group",
     "watch_store",
     "without_autocast",
+    "without_dispatch_modes",
     "without_fused_encoders",
+    "without_modes",
     "without_saved_tensors_hooks",
     "without_torch_function",
     "write_to_parts",

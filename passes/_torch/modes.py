@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointFunction
 
 
@@ -40,6 +43,27 @@ def reentrant_checkpoint() -> Any:
 def keeps_graph() -> bool:
     """Return whether the backward that runs now may be run again (`retain_graph=True`)."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def function_modes() -> tuple[Hashable, ...]:
+    """Return the modes that are asked at each function of torch, which a trace writes into the graph.
+
+    A mode stands for its class and the numbers and words that it holds. The default device is left out.
+    """
+    stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    modes = [mode for mode in stack if not isinstance(mode, DeviceContext)]
+    return tuple((type(mode), *((name, held) for name, held in vars(mode).items() if _is_plain(held))) for mode in modes)
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device))
+
+
+@contextmanager
+def without_dispatch_modes() -> Iterator[None]:
+    """Let no mode see the ops of a trace, or change them: it is asked at each op that runs."""
+    with _disable_current_modes():
+        yield
 
 
 @contextmanager
@@ -84,6 +108,13 @@ def without_saved_tensors_hooks() -> Iterator[None]:
 def without_autocast() -> Iterator[None]:
     """Compute as a graph says: its casts are ops, and an op of the dtype that the trace chose is not to be cast again."""
     with torch._C._DisableAutocast():
+        yield
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """Run a graph without autocast and without the modes of `function_modes`: the graph has what they do."""
+    with torch._C._DisableAutocast(), torch._C.DisableTorchFunction():
         yield
 
 

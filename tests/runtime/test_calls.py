@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard import Bucket, InputError, Options, ShardedModule, UserError, autoshard
 from autoshard.capture.signature import InputSpec
@@ -132,6 +134,75 @@ def test_a_backward_under_autocast_is_not_cast(one_rank: DeviceMesh) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss.backward()
     torch.testing.assert_close(x.grad, found, rtol=0, atol=0)
+
+
+class Scaled(TorchFunctionMode):
+    """Scales what a tanh gives, of the model or of a graph."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        return result * self.factor if "tanh" in str(function) else result
+
+
+class Squashed(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(super().forward(x))
+
+
+def test_a_function_mode_is_a_mode_and_is_asked_once(one_rank: DeviceMesh) -> None:
+    model, x = Squashed(8, 4), torch.randn(8, 8)
+    sharded: Any = autoshard(model, one_rank, options=EAGER)
+    for factor in (2.0, 3.0, 2.0):
+        with Scaled(factor):
+            torch.testing.assert_close(sharded(x), model(x))
+        torch.testing.assert_close(sharded(x), model(x))
+    assert len(sharded.programs) == 3
+
+
+def test_the_default_device_is_no_mode(one_rank: DeviceMesh) -> None:
+    _, sharded = sharded_of(one_rank)
+    sharded(tokens(4, 5))
+    with torch.device("cpu"):
+        sharded(tokens(4, 5))
+    assert len(sharded.programs) == 1
+
+
+class Doubled(TorchDispatchMode):
+    """Doubles what a tanh gives, and counts products."""
+
+    products = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.products += op is torch.ops.aten.mm.default or op is torch.ops.aten.addmm.default
+        result = op(*args, **(kwargs or {}))
+        return result * 2 if op is torch.ops.aten.tanh.default else result
+
+
+@pytest.mark.parametrize("args", [(), (torch.ones(8, 8),)])
+def test_a_dispatch_mode_sees_the_run_of_a_program_alone(one_rank: DeviceMesh, args: Any) -> None:
+    model, x = Squashed(8, 4), torch.randn(8, 8)
+    with Doubled() as mode:
+        sharded: Any = autoshard(model, one_rank, args or None, options=EAGER)
+        torch.testing.assert_close(sharded(x), model(x))
+    assert mode.products == 2
+    torch.testing.assert_close(sharded(x), model(x))
+
+
+def test_a_model_is_sharded_in_inference_mode(one_rank: DeviceMesh) -> None:
+    model, x = Squashed(8, 4), torch.randn(8, 8)
+    with torch.inference_mode():
+        sharded: Any = autoshard(model, one_rank, (torch.ones(8, 8),), options=EAGER)
+    for each in (sharded, model):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            each(x).sum().backward()
+            optimizer.step()
+    torch.testing.assert_close(sharded.weight.grad.full_tensor(), model.weight.grad)
 
 
 @pytest.mark.parametrize("convert", [nn.Module.bfloat16, nn.Module.double, nn.Module.float])

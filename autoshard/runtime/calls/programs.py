@@ -40,7 +40,7 @@ from autoshard.runtime.shared_plan import Decided, plan_together
 from autoshard.runtime.watch.call_traits import forward_traits
 from autoshard.runtime.watch.call_watch import SharedCall
 from autoshard.runtime.whole_tensor import WholeTensor, replicated_tensor
-from passes._torch import local_of_dtensor
+from passes._torch import local_of_dtensor, without_dispatch_modes
 from passes.errors import InputError, UserError
 from passes.ir.layout import Layout, Shard, replicated
 from passes.ir.units import format_seconds
@@ -340,6 +340,7 @@ def _made(
     with (
         torch.inference_mode(mode=False),
         torch.set_grad_enabled(bool(mode[0])),  # what is made outlives the mode
+        without_dispatch_modes(),
         shown(
             f"{name}, for {described}: capture, plan, compile{_last(state)}",
             enabled=state.settings.shows_progress,

@@ -6,13 +6,15 @@ from collections.abc import Hashable
 
 import torch
 
+from passes._torch import function_modes
+
 
 def torch_settings() -> tuple[Hashable, ...]:
     """Return what a trace or Inductor decides by, apart from autocast.
 
     These are the dtype of new tensors, whether kernels have to be deterministic and how exact they multiply, which Inductor
-    writes into its code, and which attention may be used, which a trace chooses. The default device is left out: a tensor on
-    another device than the model's is an error on one device, too.
+    writes into its code, and which attention may be used, which a trace chooses; and modes that are asked at each function of
+    torch. The default device is left out: a tensor on another device than the model's is an error on one device, too.
     """
     cuda = torch.backends.cuda
     return (
@@ -23,4 +25,5 @@ def torch_settings() -> tuple[Hashable, ...]:
         cuda.mem_efficient_sdp_enabled(),  # type: ignore[no-untyped-call]
         cuda.cudnn_sdp_enabled(),  # type: ignore[no-untyped-call]
         cuda.math_sdp_enabled(),  # type: ignore[no-untyped-call]
+        *function_modes(),
     )
