@@ -33,7 +33,7 @@ help: ## what there is
 demo: $(INSTALLED) ## train a small GPT on 4 CPU processes, mesh dp=2,tp=2
 	@$(BIN)/python examples/train_gpt.py
 
-test: $(INSTALLED) ## lint, types and tests: twenty to forty minutes on two cores
+test: $(INSTALLED) ## lint, types and tests: half an hour to an hour on two cores
 	$(BIN)/ruff check $(SOURCES)
 	@$(MAKE) --no-print-directory --jobs=2 types pytest
 
@@ -43,7 +43,7 @@ pytest: $(INSTALLED)
 test-fast: $(INSTALLED) ## the tests that take a few seconds at most and start no processes: about eight minutes on two cores
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not gloo and not browser and not extended"
 
-test-extended: $(INSTALLED) ## what `make test` leaves out: further cases of tests that take long
+test-extended: $(INSTALLED) ## what `make test` leaves out: long tests of the search, and further cases of others
 	$(BIN)/python -m pytest -q -n 3 --dist worksteal -m "extended and not browser"
 
 test-browser: $(INSTALLED) ## open the page of a plan in a headless Chromium: CHROMIUM=path, one on PATH, Debian's, or playwright's

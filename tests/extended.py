@@ -1,4 +1,4 @@
-"""Mark cases that `make test` leaves out: further ones of a test that takes long, of which it runs some."""
+"""Mark cases that `make test` leaves out: further ones of a test that takes long, of which it runs others."""
 
 from __future__ import annotations
 

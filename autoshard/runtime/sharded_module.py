@@ -211,8 +211,8 @@ _ADDED = ("plan", "programs", "shard", "profile", "sampler", "save_pretrained")
 
 def _warn_of_hidden(kind: type[nn.Module]) -> None:
     """Warn of what the class has under a name that the sharded model uses; its `save_pretrained` is called by ours."""
-    for name in _ADDED[:-1]:
-        if hasattr(kind, name):
+    for name in _ADDED:
+        if name != "save_pretrained" and hasattr(kind, name):
             warnings.warn(
                 f"{kind.__name__}.{name} is hidden by what the sharded model has under that name; rename it to use it outside of "
                 "the model's forward",
